@@ -1,0 +1,34 @@
+"""tl_spd: Stochastic Parameter Decomposition inside TransformerLens. ``import tl_spd as spd``."""
+
+from tl_spd.components import Components as Components
+from tl_spd.importance import Attention as Attention
+from tl_spd.importance import Importances as Importances
+from tl_spd.importance import ImportanceSpec as ImportanceSpec
+from tl_spd.importance import Scalar as Scalar
+from tl_spd.importance import Shared as Shared
+from tl_spd.importance import Vector as Vector
+from tl_spd.install import HooksRemovedError as HooksRemovedError
+from tl_spd.install import decomposed as decomposed
+from tl_spd.install import suppressed as suppressed
+from tl_spd.losses import Faithfulness as Faithfulness
+from tl_spd.losses import ImportanceMinimality as ImportanceMinimality
+from tl_spd.losses import LossTerm as LossTerm
+from tl_spd.losses import Recon as Recon
+from tl_spd.losses import ReconLayerwise as ReconLayerwise
+from tl_spd.losses import ReconPartial as ReconPartial
+from tl_spd.losses import ReconTerm as ReconTerm
+from tl_spd.losses import Step as Step
+from tl_spd.losses import StochasticRecon as StochasticRecon
+from tl_spd.losses import StochasticReconLayerwise as StochasticReconLayerwise
+from tl_spd.losses import StochasticReconPartial as StochasticReconPartial
+from tl_spd.losses import paper_losses as paper_losses
+from tl_spd.masks import Pass as Pass
+from tl_spd.run import Run as Run
+from tl_spd.run import load as load
+from tl_spd.storage import StorageError as StorageError
+from tl_spd.train import FaithfulnessWarmup as FaithfulnessWarmup
+from tl_spd.train import NonFiniteLossError as NonFiniteLossError
+from tl_spd.train import Optimizer as Optimizer
+from tl_spd.train import Schedule as Schedule
+from tl_spd.train import Settings as Settings
+from tl_spd.train import decompose as decompose

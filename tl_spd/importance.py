@@ -1,0 +1,314 @@
+"""Importance functions: which subcomponents matter at which token, ``g = sigma(gamma(input))`` in [0, 1].
+
+1. ``Scalar``: ``gamma_c`` is an MLP ``1 -> d_gate -> 1`` of the inner activation ``x . read_c``.
+2. ``Vector``: ``gamma_c`` is an MLP ``d_in -> d_gate -> 1`` of the input ``x``.
+3. ``Attention``: one bidirectional attention head over the tokens first, then ``2 d_in -> d_gate -> 1`` on what it brought
+   beside the position-coded input. Padding is never attended to. Source: Algorithm 1 of the paper on transformers.
+4. ``Shared``: one MLP ``d_in -> hidden -> C`` for all subcomponents of a site (not in that paper).
+
+All gates use erf-GELU; subcomponents have independent parameters in 1-3. Inputs are always those of the original model.
+For look-up sites (embeddings) the "input" is the row looked up, which says as much as the one-hot index.
+
+A specification is a frozen dataclass; a new importance function is one subclass of :class:`ImportanceSpec` with ``build``.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from tl_spd.gates import scalar_gates, vector_gates
+from tl_spd.sites import Site
+
+LEAK = 0.01
+"""Slope of the leaks of both sigmoids (Bushnaq et al. 2025)."""
+
+
+class _Lower(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor) -> Tensor:
+        ctx.save_for_backward(pre)
+        return pre.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (pre,) = ctx.saved_tensors
+        leaked = torch.where(pre <= 0, LEAK * grad.clamp(max=0), grad)
+        return torch.where(pre >= 1, torch.zeros_like(grad), leaked)
+
+
+def lower(pre: Tensor) -> Tensor:
+    """The importance used in masks: ``pre`` clamped to [0, 1].
+
+    Below 0 the gradient leaks with slope 0.01, and only where descending it would raise ``pre``; above 1 it is zero.
+    """
+    return _Lower.apply(pre)  # type: ignore[no-any-return]
+
+
+def upper(pre: Tensor) -> Tensor:
+    """The importance used in minimality: 0 below 0, ``pre`` up to 1, then on with slope 0.01."""
+    return torch.where(pre > 1, 1 + LEAK * (pre - 1), pre.clamp(min=0))
+
+
+class Importances(dict[str, Tensor]):
+    """Site name -> importances ``[batch, pos, C]`` in [0, 1] (``lower``), with what else the same pass showed.
+
+    Attributes:
+        pre: site name -> ``gamma`` before the sigmoid, ``[batch, pos, C]``.
+        lookups: embedding sites -> the indices they looked up, ``[batch, pos]``.
+        real: which places hold real tokens, or None where all do.
+        host: a weak reference to the model they are of, or None.
+    """
+
+    def __init__(
+        self,
+        pre: Mapping[str, Tensor],
+        lookups: Mapping[str, Tensor] | None = None,
+        real: Bool[Tensor, "batch pos"] | None = None,
+        host: weakref.ref[Any] | None = None,
+    ):
+        super().__init__({name: lower(value) for name, value in pre.items()})
+        self.pre = dict(pre)
+        self.lookups = dict(lookups or {})
+        self.real = real
+        self.host = host
+
+
+class ImportanceSpec:
+    """What to build for every site. Subclasses are frozen dataclasses with a ``build`` method and register themselves."""
+
+    registry: ClassVar[dict[str, type[ImportanceSpec]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ImportanceSpec.registry[cls.__name__] = cls
+
+    def build(self, site: Site, C: int, n_ctx: int, normal: Callable[..., Tensor]) -> nn.Module:
+        """A module with ``forward(x, inner, real) -> gamma``.
+
+        ``x: [batch, pos, d_importance]``, ``inner: [batch, pos, C]``, ``real: [batch, pos]`` or None, result
+        ``[batch, pos, C]`` before the sigmoid. ``normal(*shape, std=...)`` draws initial values in the right dtype.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> ImportanceSpec:
+        """The specification written as ``{"kind": class name, field: value, ...}``; unknown names are refused."""
+        values = dict(record)
+        kind = values.pop("kind", None)
+        if kind not in ImportanceSpec.registry:
+            raise ValueError(f"Importance function {kind!r} is not known; known are {sorted(ImportanceSpec.registry)}.")
+        cls = ImportanceSpec.registry[kind]
+        names = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
+        if unknown := sorted(set(values) - set(names)):
+            raise ValueError(f"{kind} has no settings {unknown}; it has {names}.")
+        return cls(**values)
+
+
+def _positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, found {value}.")
+
+
+class _Gates(nn.Module):
+    """Parameters of ``C`` MLPs ``d_in -> d_gate -> 1``; ``d_in=None``: of one number each."""
+
+    def __init__(self, d_in: int | None, d_gate: int, C: int, normal: Callable[..., Tensor]):
+        super().__init__()
+        shape = (d_gate, C) if d_in is None else (d_in, d_gate, C)
+        self.W1 = nn.Parameter(normal(*shape, std=(2 / (d_in or 1)) ** 0.5))
+        self.b1 = nn.Parameter(normal(d_gate, C, std=0.0))
+        self.W2 = nn.Parameter(normal(d_gate, C, std=d_gate**-0.5))
+        self.b2 = nn.Parameter(normal(C, std=0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = scalar_gates if self.W1.ndim == 2 else vector_gates
+        return gates(x, self.W1, self.b1, self.W2, self.b2)
+
+
+@dataclass(frozen=True)
+class Scalar(ImportanceSpec):
+    """One MLP ``1 -> d_gate -> 1`` of the inner activation per subcomponent."""
+
+    d_gate: int = 16
+
+    def __post_init__(self) -> None:
+        _positive(d_gate=self.d_gate)
+
+    def build(self, site: Site, C: int, n_ctx: int, normal: Callable[..., Tensor]) -> nn.Module:
+        """See :meth:`ImportanceSpec.build`."""
+        return ScalarImportance(self, C, normal)
+
+
+class ScalarImportance(nn.Module):
+    """``gamma_c(x . read_c)``."""
+
+    def __init__(self, spec: Scalar, C: int, normal: Callable[..., Tensor]):
+        super().__init__()
+        self.gates = _Gates(None, spec.d_gate, C, normal)
+
+    def forward(self, x: Tensor, inner: Tensor, real: Tensor | None = None) -> Tensor:
+        """Gamma ``[batch, pos, C]``."""
+        return self.gates(inner)
+
+
+@dataclass(frozen=True)
+class Vector(ImportanceSpec):
+    """One MLP ``d_in -> d_gate -> 1`` of the site's input per subcomponent."""
+
+    d_gate: int = 16
+
+    def __post_init__(self) -> None:
+        _positive(d_gate=self.d_gate)
+
+    def build(self, site: Site, C: int, n_ctx: int, normal: Callable[..., Tensor]) -> nn.Module:
+        """See :meth:`ImportanceSpec.build`."""
+        return VectorImportance(self, site.d_importance, C, normal)
+
+
+class VectorImportance(nn.Module):
+    """``gamma_c(x)``."""
+
+    def __init__(self, spec: Vector, d_in: int, C: int, normal: Callable[..., Tensor]):
+        super().__init__()
+        self.gates = _Gates(d_in, spec.d_gate, C, normal)
+
+    def forward(self, x: Tensor, inner: Tensor, real: Tensor | None = None) -> Tensor:
+        """Gamma ``[batch, pos, C]``."""
+        return self.gates(x)
+
+
+@dataclass(frozen=True)
+class Shared(ImportanceSpec):
+    """One MLP ``d_in -> hidden -> C`` for all subcomponents of a site."""
+
+    hidden: int = 256
+
+    def __post_init__(self) -> None:
+        _positive(hidden=self.hidden)
+
+    def build(self, site: Site, C: int, n_ctx: int, normal: Callable[..., Tensor]) -> nn.Module:
+        """See :meth:`ImportanceSpec.build`."""
+        return SharedImportance(self, site.d_importance, C, normal)
+
+
+class SharedImportance(nn.Module):
+    """``gamma(x)`` for all subcomponents at once."""
+
+    def __init__(self, spec: Shared, d_in: int, C: int, normal: Callable[..., Tensor]):
+        super().__init__()
+        self.W1 = nn.Parameter(normal(d_in, spec.hidden, std=(2 / d_in) ** 0.5))
+        self.b1 = nn.Parameter(normal(spec.hidden, std=0.0))
+        self.W2 = nn.Parameter(normal(spec.hidden, C, std=spec.hidden**-0.5))
+        self.b2 = nn.Parameter(normal(C, std=0.0))
+
+    def forward(self, x: Tensor, inner: Tensor, real: Tensor | None = None) -> Tensor:
+        """Gamma ``[batch, pos, C]``."""
+        return F.gelu(x @ self.W1 + self.b1) @ self.W2 + self.b2
+
+
+Backend = Literal["auto", "eager", "sdpa"]
+
+
+@dataclass(frozen=True)
+class Attention(ImportanceSpec):
+    """A minimal attention head across the tokens before the gates.
+
+    ``d_attn`` is the width of queries and keys (default: that of the input). ``relative="vector"``: a table ``[2 n_ctx,
+    d_attn]`` meets the queries, ``r_ij = q_i . R[j - i + n_ctx]``; ``"scalar"``: a table ``[2 n_ctx]`` of biases.
+    ``backend``: ``eager`` builds the scores, ``sdpa`` uses torch's fused attention; the same numbers.
+    """
+
+    d_gate: int = 16
+    d_attn: int | None = None
+    relative: Literal["vector", "scalar"] = "vector"
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        _positive(d_gate=self.d_gate, d_attn=self.d_attn)
+        if self.relative not in ("vector", "scalar"):
+            raise ValueError(f"relative must be 'vector' or 'scalar', found {self.relative!r}.")
+        if self.backend not in ("auto", "eager", "sdpa"):
+            raise ValueError(f"backend must be 'auto', 'eager' or 'sdpa', found {self.backend!r}.")
+
+    def build(self, site: Site, C: int, n_ctx: int, normal: Callable[..., Tensor]) -> nn.Module:
+        """See :meth:`ImportanceSpec.build`."""
+        return AttentionImportance(self, site.d_importance, C, n_ctx, normal)
+
+
+class AttentionImportance(nn.Module):
+    """``gamma_c(concat(attended, x + AbsPos))``."""
+
+    def __init__(self, spec: Attention, d_in: int, C: int, n_ctx: int, normal: Callable[..., Tensor]):
+        super().__init__()
+        d_attn = spec.d_attn or d_in
+        self.spec, self.n_ctx = spec, n_ctx
+        self.W_Q = nn.Parameter(normal(d_in, d_attn, std=d_in**-0.5))
+        self.W_K = nn.Parameter(normal(d_in, d_attn, std=d_in**-0.5))
+        self.W_V = nn.Parameter(normal(d_in, d_in, std=d_in**-0.5))
+        self.absolute = nn.Parameter(normal(n_ctx, d_in, std=0.02))
+        shape = (2 * n_ctx, d_attn) if spec.relative == "vector" else (2 * n_ctx,)
+        self.relative = nn.Parameter(normal(*shape, std=0.02))
+        self.gates = _Gates(2 * d_in, spec.d_gate, C, normal)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch pos d_in"],
+        inner: Tensor,
+        real: Bool[Tensor, "batch pos"] | None = None,
+    ) -> Float[Tensor, "batch pos C"]:
+        """Gamma ``[batch, pos, C]``."""
+        pos = x.shape[1]
+        if pos > self.n_ctx:
+            raise ValueError(f"The attention importance was built for at most {self.n_ctx} positions, found {pos}.")
+        x_pos = x + self.absolute[:pos]
+        attended = attend(
+            x @ self.W_Q, x @ self.W_K, x_pos @ self.W_V, self._relative_table(pos), real, self.spec.backend
+        )
+        return self.gates(torch.cat([attended, x_pos], dim=-1))
+
+    def _relative_table(self, pos: int) -> Tensor:
+        """The entries ``j - i`` from ``-(pos - 1)`` to ``pos - 1``: ``[2 pos - 1, d_attn]`` or ``[2 pos - 1]``."""
+        return self.relative[self.n_ctx - pos + 1 : self.n_ctx + pos]
+
+
+def attend(
+    q: Float[Tensor, "batch pos d_attn"],
+    k: Float[Tensor, "batch pos d_attn"],
+    v: Float[Tensor, "batch pos d_in"],
+    relative: Tensor,
+    real: Bool[Tensor, "batch pos"] | None = None,
+    backend: Backend = "auto",
+) -> Float[Tensor, "batch pos d_in"]:
+    """One bidirectional head: ``softmax((q_i . k_j + r_ij) / sqrt(d_attn)) v_j``, padding never attended to.
+
+    ``relative`` is ``[2 pos - 1, d_attn]`` (``r_ij = q_i . relative[j - i + pos - 1]``) or ``[2 pos - 1]``
+    (``r_ij = relative[j - i + pos - 1]``). A sequence of padding alone attends evenly.
+    """
+    r = relative_scores(q, relative)
+    lowest = torch.finfo(q.dtype).min / 4  # finite, so that a row without any real token stays defined
+    bias = r if real is None else r.masked_fill(~real[:, None, :], lowest)
+    scale = 1 / math.sqrt(q.shape[-1])
+    if backend == "eager":
+        return torch.softmax((q @ k.mT + bias) * scale, dim=-1) @ v
+    out = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=(bias * scale)[:, None], scale=scale)
+    return out[:, 0]
+
+
+def relative_scores(q: Float[Tensor, "batch pos d_attn"], relative: Tensor) -> Float[Tensor, "#batch pos pos"]:
+    """``r_ij``: the products ``q @ relative^T`` read along their diagonals, without indices."""
+    batch, pos = q.shape[:2]
+    table = q @ relative.T if relative.ndim == 2 else relative.expand(1, pos, -1)
+    # Row i wants columns pos-1-i .. 2pos-2-i; in row-major order they start at i * (2 pos - 2) + pos - 1.
+    flat = table.reshape(table.shape[0], -1)[:, pos - 1 :]
+    width = max(2 * pos - 2, 1)
+    return flat[:, : pos * width].reshape(table.shape[0], pos, width)[:, :, :pos]

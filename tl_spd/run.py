@@ -1,0 +1,234 @@
+"""Run: a finished (or running) decomposition - components, importance functions, the settings used and the history.
+
+A Run is made by ``decompose`` or read by ``load``; everything else puts it into a host, measures it or shows it. It keeps no
+reference to the host: methods that need the host's activations or weights take the model.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from tl_spd import storage
+from tl_spd.components import Components, Init, init_components
+from tl_spd.importance import Importances, ImportanceSpec
+from tl_spd.sites import (
+    HookedTransformer,
+    Site,
+    all_sites,
+    fingerprint,
+    host_device,
+    host_dtype,
+    match_sites,
+    n_ctx,
+    weight,
+)
+from tl_spd.wiring import Observation, make_twin, observe, padding_mask
+
+PACKAGES = ("tl_spd", "torch", "transformer-lens", "safetensors")
+
+
+@dataclass(eq=False)
+class Run:
+    """Rank-1 subcomponents of a host's weights, and functions that say which of them matter on a given input.
+
+    Attributes:
+        components: site name -> its read and write directions.
+        functions: site name -> its importance function (a module).
+        importance: the specification the functions were built from.
+        n_ctx: longest input the importance functions take, in tokens.
+        settings: the settings of the decomposition, as plain values.
+        history: one row per logged step.
+        fingerprint: digests of the host's weights, to refuse other hosts.
+    """
+
+    components: dict[str, Components]
+    functions: dict[str, nn.Module]
+    importance: ImportanceSpec
+    n_ctx: int
+    fingerprint: dict[str, str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    history: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The decomposed sites in forward order."""
+        return tuple(components.site for components in self.components.values())
+
+    def select(self, patterns: str | Iterable[str] | None) -> tuple[Site, ...]:
+        """The Run's sites that match ``patterns`` (all for None); a pattern without a match is an error."""
+        return self.sites if patterns is None else match_sites(self.sites, patterns)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All trainable parameters: read and write directions, then importance functions."""
+        modules = [*self.components.values(), *self.functions.values()]
+        return [parameter for module in modules for parameter in module.parameters()]
+
+    def requires_grad_(self, on: bool) -> Run:
+        """Switch the gradients of all parameters on or off."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(on)
+        return self
+
+    def delta(self, model: HookedTransformer) -> dict[str, Tensor]:
+        """What the subcomponents leave of each host weight: site name -> ``[d_in, d_out]``."""
+        with torch.no_grad():
+            return {name: parts.delta(weight(model, parts.site)) for name, parts in self.components.items()}
+
+    def importances(
+        self, model: HookedTransformer, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None
+    ) -> Importances:
+        """Importances ``[batch, pos, C]`` per site for ``tokens``, from the original model's activations.
+
+        Padding is found by the host's tokenizer, or given as ``attention_mask`` (1 at real tokens).
+        """
+        twin = make_twin(model)
+        kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
+        seen = observe(twin, self.sites, tokens, **kwargs)
+        with torch.no_grad():
+            found = self.importances_from(seen, padding_mask(model, tokens, attention_mask))
+        found.host = weakref.ref(model)
+        return found
+
+    def importances_from(
+        self, seen: Observation, real: Tensor | None, sites: Iterable[Site] | None = None
+    ) -> Importances:
+        """Importances from a pass that was already made, with gradients to the Run's parameters if they have them."""
+        pre, lookups = {}, {}
+        for site in self.sites if sites is None else sites:
+            if site.name not in seen.inputs:
+                continue  # a pass that started or stopped at a layer did not reach this site
+            x = seen.inputs[site.name]
+            parts = self.components[site.name]
+            inner = parts.inner(x)
+            if site.lookup:
+                lookups[site.name] = x
+                x = seen.rows[site.name]
+            pre[site.name] = self.functions[site.name](x.to(parts.read.dtype), inner, real)
+        return Importances(pre, lookups, real)
+
+    # --- storage ---
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter under a flat name."""
+        flat = {}
+        for kind, modules in (("components", self.components), ("functions", self.functions)):
+            for name, module in modules.items():
+                flat.update({f"{kind}/{name}/{key}": value for key, value in module.state_dict().items()})
+        return flat
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the tensors, as plain values for JSON."""
+        return {
+            "sites": [{**asdict(site), "C": self.components[site.name].C} for site in self.sites],
+            "importance": {"kind": type(self.importance).__name__, **asdict(self.importance)},  # type: ignore[call-overload]
+            "n_ctx": self.n_ctx,
+            "fingerprint": self.fingerprint,
+            "settings": self.settings,
+            "history": {key: self.history[key].tolist() for key in self.history.columns},
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the Run to the folder ``path`` (JSON and safetensors); what is there stays until all is written."""
+        storage.write_folder(path, self.record(), self.tensors())
+
+
+def new_run(
+    model: HookedTransformer,
+    sites: Iterable[Site],
+    C: Mapping[str, int],
+    importance: ImportanceSpec,
+    init: Init = "kaiming",
+    seed: int = 0,
+    longest: int | None = None,
+) -> Run:
+    """A Run with freshly initialised components and importance functions, on the host's device.
+
+    Parameters are float32, or float64 for a float64 host. Initial values depend on ``seed`` alone, not on the device.
+    ``longest`` is the length in tokens that the importance functions are built for (default: the host's ``n_ctx``).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sites, longest = tuple(sites), longest or n_ctx(model)
+    dtype = torch.float64 if host_dtype(model) == torch.float64 else torch.float32
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype) * std
+
+    components, functions = {}, {}
+    for site in sites:
+        components[site.name] = init_components(site, weight(model, site), C[site.name], init, generator)
+        functions[site.name] = importance.build(site, C[site.name], longest, normal)
+        components[site.name].to(host_device(model))
+        functions[site.name].to(host_device(model))
+    run = Run(components, functions, importance, longest, fingerprint(model, sites))
+    return run.requires_grad_(False)
+
+
+def load(path: str | Path, model: HookedTransformer) -> Run:
+    """Read the Run saved in the folder ``path`` for the host ``model``.
+
+    Raises:
+        StorageError: a missing or damaged file, a newer schema, tensors that do not fit the record.
+        ValueError: the Run was made for other weights; the message names the first site that differs.
+    """
+    record, tensors = storage.read_folder(path)
+    return from_record(record, tensors, model, str(path))
+
+
+def from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor], model: HookedTransformer, where: str) -> Run:
+    """The Run that ``record`` and ``tensors`` describe, checked against the host ``model``."""
+    try:
+        sites = [Site(**{key: value for key, value in entry.items() if key != "C"}) for entry in record["sites"]]
+        C = {entry["name"]: entry["C"] for entry in record["sites"]}
+        importance = ImportanceSpec.from_json(record["importance"])
+        history, prints = pd.DataFrame(record["history"]), record["fingerprint"]
+        settings, longest = record["settings"], record["n_ctx"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise storage.StorageError(f"The record in {where} is damaged or incomplete ({error!r}).") from error
+    _check_host(model, sites, prints, where)
+    run = new_run(model, sites, C, importance, longest=longest)
+    _fill(run, tensors, where)
+    run.settings, run.history = settings, history
+    return run
+
+
+def _check_host(model: HookedTransformer, sites: Iterable[Site], prints: Mapping[str, str], where: str) -> None:
+    own = {site.name: site for site in all_sites(model)}
+    for site in sites:
+        if own.get(site.name) != site:
+            raise ValueError(
+                f"The Run in {where} decomposes {site.name} as {site.d_in} x {site.d_out}; this host has "
+                f"{own.get(site.name, 'no such weight')}. Load the host that it was made for."
+            )
+    now = fingerprint(model, tuple(sites))
+    if differing := [name for name in now if now[name] != prints.get(name)]:
+        which = differing[0] if differing[0] != "*" else "a weight that is not decomposed"
+        raise ValueError(
+            f"The Run in {where} was made for other weights: {which} differs from this host's (also a cast to another "
+            "dtype counts). Load the host, processing and dtype that it was made for."
+        )
+
+
+def _fill(run: Run, tensors: Mapping[str, Tensor], where: str) -> None:
+    wanted = run.tensors()
+    if missing := sorted(set(wanted) - set(tensors)):
+        raise storage.StorageError(f"The tensors in {where} lack {missing[0]!r} ({len(missing)} missing in all).")
+    for name, target in wanted.items():
+        given = tensors[name]
+        if given.shape != target.shape or given.dtype != target.dtype:
+            raise storage.StorageError(
+                f"{name!r} in {where} is {tuple(given.shape)} {given.dtype}; wanted {tuple(target.shape)} {target.dtype}."
+            )
+        if not bool(torch.isfinite(given).all()):
+            raise storage.StorageError(f"{name!r} in {where} has entries that are not finite.")
+        target.copy_(given)

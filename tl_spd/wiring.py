@@ -1,0 +1,392 @@
+"""Wiring: how the input of a site is seen and its output replaced, and the twin on which the original model runs.
+
+The second half of what knows TransformerLens (names come from ``sites``). Three ways of seeing inputs, one of writing:
+
+1. :class:`Reader` watches a host through hooks on its modules: exact under every configuration.
+2. :func:`read_hooks` does the same with hook points alone, for ``model.run_with_hooks``. The norm's own gain and bias, and
+   shortformer positions, are applied again, because no hook point shows the value behind them.
+3. :func:`write_hook` replaces the output at the hook point right behind the matmul.
+4. :func:`make_twin` copies a host's structure without its hooks; it shares the weights' storage and never gets gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tl_spd.sites import (
+    Hook,
+    HookedTransformer,
+    HookPoint,
+    KeyValueCache,
+    Site,
+    apply_softcap,
+    gather_positions,
+    get_attention_mask,
+    weight,
+)
+
+HEAD_INPUTS = {"W_Q": "query_input", "W_K": "key_input", "W_V": "value_input"}
+
+
+class Reader:
+    """Watches a host and keeps the latest input of each site in ``inputs`` (``[batch, pos, d_in]`` or indices).
+
+    Q, K, V inputs have a head axis where the host splits them. ``remove`` takes exactly these hooks away.
+    """
+
+    def __init__(self, model: HookedTransformer, sites: Sequence[Site]):
+        self.inputs: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        modules: dict[str, list[Site]] = {}
+        for site in sites:
+            modules.setdefault(site.name.rpartition(".")[0], []).append(site)
+        for path, here in modules.items():
+            self._watch(model, path, here)
+
+    def _watch(self, model: HookedTransformer, path: str, here: list[Site]) -> None:
+        module = model.get_submodule(path)
+        late = {"W_O": "hook_z", "W_out": "hook_post", "W_U": "hook_in"}
+        early = [site for site in here if site.kind not in late]
+
+        def at_entry(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            for site in early:
+                self.inputs[site.name] = _entry_input(site, args, kwargs)
+
+        if early:
+            self._handles.append(module.register_forward_pre_hook(at_entry, with_kwargs=True))
+        for site in here:
+            if site.kind in late:
+                self._watch_last(getattr(module, late[site.kind]), site)
+
+    def _watch_last(self, point: HookPoint, site: Site) -> None:
+        def keep(_: nn.Module, __: tuple, value: Tensor) -> None:
+            self.inputs[site.name] = value.flatten(2)
+
+        handle = point.register_forward_hook(keep)
+
+        def go_last(*_: object) -> None:  # a hook added later may change the value: read behind it
+            point._forward_hooks.move_to_end(handle.id)
+
+        self._handles += [handle, point.register_forward_pre_hook(go_last)]
+
+    def remove(self) -> None:
+        """Take the hooks away and forget the inputs."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.inputs.clear()
+
+
+def _entry_input(site: Site, args: tuple, kwargs: dict) -> Tensor:
+    if site.kind in HEAD_INPUTS:
+        return kwargs[HEAD_INPUTS[site.kind]]
+    if site.kind == "W_pos":
+        tokens, cached, mask = (*args, 0, None)[:3]
+        return gather_positions(kwargs.get("past_kv_pos_offset", cached), kwargs.get("attention_mask", mask), tokens)
+    return args[0]
+
+
+def read_hooks(
+    model: HookedTransformer, sites: Sequence[Site], inputs: dict[str, Tensor], lookups: dict[str, Tensor]
+) -> list[Hook]:
+    """Hook functions that keep the input of each of ``sites`` in ``inputs``, through hook points alone.
+
+    ``lookups`` gives the indices of embedding sites, which no hook point shows.
+    """
+    missing = [site.name for site in sites if site.lookup and site.name not in lookups]
+    if missing:
+        raise ValueError(f"No indices for {missing}: use the importances of these tokens, run.importances(model, tokens).")
+    inputs.update({site.name: lookups[site.name] for site in sites if site.lookup})
+    hooks: list[Hook] = []
+    for layer in dict.fromkeys(site.layer for site in sites if not site.lookup):
+        here = {site.kind: site for site in sites if site.layer == layer}
+        if attention := {kind: here[kind] for kind in HEAD_INPUTS if kind in here}:
+            hooks += _attention_reads(model, layer, attention, inputs)
+        if mlp := [here[kind] for kind in ("W_gate", "W_in") if kind in here]:
+            hooks += _mlp_reads(model, layer, mlp, inputs)
+        for kind, point in (("W_O", "attn.hook_z"), ("W_out", "mlp.hook_post")):
+            if kind in here:
+                hooks.append((f"blocks.{layer}.{point}", _keep(inputs, [here[kind]])))
+        if "W_U" in here:
+            hooks.append(("unembed.hook_in", _keep(inputs, [here["W_U"]])))
+    return hooks
+
+
+def _keep(inputs: dict[str, Tensor], sites: Sequence[Site], norm: nn.Module | None = None) -> Callable[..., None]:
+    def keep(value: Tensor, hook: HookPoint) -> None:
+        if norm is not None:  # hook_normalized shows the value before the norm's own gain and bias
+            value = value.to(norm.cfg.dtype)
+            value = value * norm.w if hasattr(norm, "w") else value
+            value = value + norm.b if hasattr(norm, "b") else value
+        for site in sites:
+            inputs[site.name] = value.flatten(2) if site.kind == "W_O" else value
+
+    return keep
+
+
+def _attention_reads(
+    model: HookedTransformer, layer: int, here: dict[str, Site], inputs: dict[str, Tensor]
+) -> list[Hook]:
+    block, prefix = model.blocks[layer], f"blocks.{layer}."
+    hooks: list[Hook] = [(prefix + "hook_resid_pre", _keep(inputs, list(here.values())))]
+    if model.cfg.use_attn_in:
+        hooks.append((prefix + "hook_attn_in", _keep(inputs, list(here.values()))))
+    if model.cfg.use_split_qkv_input:
+        hooks += [
+            (f"{prefix}hook_{kind[-1].lower()}_input", _keep(inputs, [site])) for kind, site in here.items()
+        ]
+    if hasattr(block.ln1, "hook_normalized"):
+        calls = [0]  # the block norms its attention's three inputs in the order Q, K, V
+
+        def on_normalized(value: Tensor, hook: HookPoint) -> None:
+            site = here.get(("W_Q", "W_K", "W_V")[calls[0] % 3])
+            calls[0] += 1
+            if site is not None:
+                _keep(inputs, [site], block.ln1)(value, hook)
+
+        def restart(value: Tensor, hook: HookPoint) -> None:
+            calls[0] = 0
+
+        hooks += [(prefix + "hook_resid_pre", restart), (prefix + "ln1.hook_normalized", on_normalized)]
+    if model.cfg.positional_embedding_type == "shortformer":
+        hooks += _shortformer_reads(prefix, here, inputs)
+    return hooks
+
+
+def _shortformer_reads(prefix: str, here: dict[str, Site], inputs: dict[str, Tensor]) -> list[Hook]:
+    positions: dict[str, Tensor] = {}
+
+    def keep_positions(value: Tensor, hook: HookPoint) -> None:
+        positions["now"] = value
+
+    def add_positions(site: Site) -> Callable[..., None]:
+        def add(value: Tensor, hook: HookPoint) -> None:
+            if "now" not in positions:
+                raise RuntimeError("Shortformer positions were not seen: start the pass from tokens, not at a layer.")
+            x = inputs[site.name]
+            inputs[site.name] = x + (positions["now"] if x.ndim == 3 else positions["now"][:, :, None])
+
+        return add
+
+    adds = [
+        (f"{prefix}attn.hook_{kind[-1].lower()}", add_positions(site)) for kind, site in here.items() if kind != "W_V"
+    ]
+    return [("hook_pos_embed", keep_positions), *adds]
+
+
+def _mlp_reads(model: HookedTransformer, layer: int, here: list[Site], inputs: dict[str, Tensor]) -> list[Hook]:
+    block, prefix = model.blocks[layer], f"blocks.{layer}."
+    if hasattr(block.ln2, "hook_normalized"):
+        return [(prefix + "ln2.hook_normalized", _keep(inputs, here, block.ln2))]
+    hooks: list[Hook] = [
+        (prefix + ("hook_resid_pre" if model.cfg.parallel_attn_mlp else "hook_resid_mid"), _keep(inputs, here))
+    ]
+    if model.cfg.use_hook_mlp_in:
+        hooks.append((prefix + "hook_mlp_in", _keep(inputs, here)))
+    return hooks
+
+
+def write_point(model: HookedTransformer, site: Site) -> str:
+    """The hook point that shows the output of ``site``'s matmul with its bias (before the bias for ``hook_result``)."""
+    per_head = model.cfg.use_attn_result
+    names = {
+        "W_E": "hook_embed",
+        "W_pos": "hook_pos_embed",
+        "W_O": "attn.hook_result" if per_head else "hook_attn_out",
+        "W_gate": "mlp.hook_pre",
+        "W_in": "mlp.hook_pre_linear" if model.cfg.gated_mlp else "mlp.hook_pre",
+        "W_out": "hook_mlp_out",
+        "W_U": "unembed.hook_out",
+    }
+    point = names.get(site.kind, f"attn.hook_{site.kind[-1].lower()}")
+    return f"blocks.{site.layer}.{point}" if site.name.startswith("blocks.") else point
+
+
+def write_hook(model: HookedTransformer, site: Site, produce: Callable[[Tensor], Tensor | None]) -> Hook:
+    """A hook function that replaces ``site``'s output ``y`` by ``produce(y)``, or leaves it where that is None."""
+
+    def write(value: Tensor, hook: HookPoint) -> Tensor | None:
+        return produce(value)
+
+    write.tl_spd_write = True  # type: ignore[attr-defined]  # how nested installations recognise each other
+    return write_point(model, site), write
+
+
+@dataclass
+class HookSet:
+    """Hooks that this package put on a host: permanent for TransformerLens, in front of everybody else's."""
+
+    _placed: list[tuple[str, HookPoint, Any]] = field(default_factory=list)
+
+    def add(self, model: HookedTransformer, hook: Hook) -> None:
+        """Add a writing hook before the user's hooks and behind those of outer installations (the innermost wins)."""
+        name, function = hook
+        point = model.hook_dict[name]
+        outer = [handle for handle in point.fwd_hooks if getattr(handle.user_hook, "tl_spd_write", False)]
+        point.add_hook(function, is_permanent=True, prepend=True)
+        self._placed.append((name, point, point.fwd_hooks[0]))
+        for handle in reversed(outer):
+            point._forward_hooks.move_to_end(handle.hook.id, last=False)
+            point.fwd_hooks.remove(handle)
+            point.fwd_hooks.insert(0, handle)
+
+    def missing(self) -> list[str]:
+        """Names of hook points from which somebody else has removed our hook."""
+        return [name for name, point, handle in self._placed if handle.hook.id not in point._forward_hooks]
+
+    def remove(self) -> None:
+        """Remove exactly the hooks that were added."""
+        for _, point, handle in self._placed:
+            handle.hook.remove()
+            point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
+        self._placed.clear()
+
+
+# --- the original model ----------------------------------------------------------------------------------------------
+
+
+def make_twin(model: HookedTransformer) -> HookedTransformer:
+    """A copy of ``model``'s structure: no hooks, the same weight storage, no gradients, input-splitting flags off."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    for module in model.modules():
+        for table, value in vars(module).items():
+            if table.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and value:
+                memo[id(value)] = [] if isinstance(value, list) else OrderedDict()
+        if isinstance(module, HookPoint):
+            memo[id(module.ctx)] = {}
+    cfg = copy.copy(model.cfg)
+    cfg.use_split_qkv_input = cfg.use_attn_in = cfg.use_attn_result = cfg.use_hook_mlp_in = False
+    memo[id(model.cfg)] = cfg
+    memo[id(model.tokenizer)] = model.tokenizer
+    return copy.deepcopy(model, memo)
+
+
+def sync_twin(twin: HookedTransformer, model: HookedTransformer) -> None:
+    """Let ``twin`` see the weights that ``model`` has now (after a swap, a cast or a move)."""
+    twin.cfg.dtype, twin.cfg.device = model.cfg.dtype, model.cfg.device
+    twin.tokenizer = model.tokenizer
+    for ours, theirs in zip(twin.modules(), model.modules(), strict=True):
+        for key, value in theirs._parameters.items():
+            if value is not None and ours._parameters[key].data_ptr() != value.data_ptr():  # type: ignore[union-attr]
+                ours._parameters[key] = nn.Parameter(value.detach(), requires_grad=False)
+        ours.training = theirs.training
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state with which block ``layer`` of a pass begins: what a stacked pass needs to join there."""
+
+    resid: Float[Tensor, "batch pos d_model"]
+    shortformer_positions: Float[Tensor, "batch pos d_model"] | None
+    attention_mask: Int[Tensor, "batch pos"] | None
+
+
+def watch_starts(model: HookedTransformer, starts: dict[int, Start]) -> list[RemovableHandle]:
+    """Keep in ``starts`` what each block is given; returns the hooks' handles."""
+
+    def keep(layer: int) -> Callable[..., None]:
+        def at_entry(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            starts[layer] = Start(args[0], kwargs.get("shortformer_pos_embed"), kwargs.get("attention_mask"))
+
+        return at_entry
+
+    return [
+        block.register_forward_pre_hook(keep(layer), with_kwargs=True) for layer, block in enumerate(model.blocks)
+    ]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one pass of the original model showed.
+
+    Attributes:
+        inputs: site name -> input ``[batch, pos, d_in]``, or indices ``[batch, pos]`` for look-ups.
+        rows: look-up site -> the host's row at each index, ``[batch, pos, d_out]``.
+        starts: layer -> the state with which the block began.
+        output: what the pass returned.
+    """
+
+    inputs: dict[str, Tensor]
+    rows: dict[str, Tensor]
+    starts: dict[int, Start]
+    output: Any
+
+
+@torch.no_grad()
+def observe(twin: HookedTransformer, sites: Sequence[Site], *args: Any, **kwargs: Any) -> Observation:
+    """Run ``twin(*args, **kwargs)`` without gradients and keep the inputs of ``sites`` and of every block.
+
+    Logits are computed only where a site's input is seen on the way to them.
+    """
+    if kwargs.get("stop_at_layer") is None:
+        kwargs["return_type"] = "logits" if any(site.kind == "W_U" for site in sites) else None
+    reader, starts = Reader(twin, sites), {}
+    handles = watch_starts(twin, starts)
+    try:
+        output = twin(*args, **kwargs)
+        inputs = dict(reader.inputs)
+    finally:
+        reader.remove()
+        for handle in handles:
+            handle.remove()
+    rows = {
+        site.name: weight(twin, site)[inputs[site.name].clamp(min=0)]
+        for site in sites
+        if site.lookup and site.name in inputs
+    }
+    return Observation(inputs, rows, starts, output)
+
+
+def padding_mask(
+    model: HookedTransformer, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None
+) -> Bool[Tensor, "batch pos"] | None:
+    """Which places hold real tokens: as given, else as the host's tokenizer tells; None where none is padding."""
+    if attention_mask is None and model.tokenizer is not None and tokens.shape[1] > 0:
+        attention_mask = get_attention_mask(model.tokenizer, tokens, bool(model.cfg.default_prepend_bos))
+    if attention_mask is None or bool(attention_mask.bool().all()):
+        return None
+    return attention_mask.bool().to(tokens.device)
+
+
+def final_residual(model: HookedTransformer, resid: Float[Tensor, "batch pos d_model"]) -> Tensor:
+    """What the unembedding reads: the last residual stream behind the final norm."""
+    return model.ln_final(resid) if model.cfg.normalization_type is not None else resid
+
+
+def softcap(model: HookedTransformer) -> float:
+    """The cap of ``cap * tanh(logits / cap)`` on the host's logits; not positive where there is none."""
+    return model.cfg.output_logits_soft_cap
+
+
+def new_cache(model: HookedTransformer, batch: int, device: torch.device) -> KeyValueCache:
+    """An empty key-value cache for ``model``."""
+    return KeyValueCache.init_cache(model.cfg, device, batch)
+
+
+def capped(model: HookedTransformer, logits: Tensor) -> Tensor:
+    """The host's logits behind its soft cap."""
+    return apply_softcap(logits, model.cfg.output_logits_soft_cap)
+
+
+def embed(
+    model: HookedTransformer, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The state with which block 0 begins: residual stream, shortformer positions, attention mask as the host resolves it."""
+    resid, _, positions, mask = model.input_to_embed(tokens, attention_mask=attention_mask)
+    return resid, positions, mask
+
+
+def unembedding(model: HookedTransformer) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"]]:
+    """The unembedding matrix and its bias, detached."""
+    return model.unembed.W_U.detach(), model.unembed.b_U.detach()
