@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
+from tl_spd.importance import ImportanceSpec, Vector
+from tl_spd.run import Run, new_run
+from tl_spd.sites import find_sites
+
 VOCAB, N_CTX = 11, 8
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -63,3 +67,36 @@ def tiny_host(style: str = "gpt2", seed: int = 0, dtype: torch.dtype = torch.flo
 def tiny_tokens(batch: int = 3, pos: int = 5, seed: int = 0) -> torch.Tensor:
     """Random tokens ``[batch, pos]``."""
     return torch.randint(0, VOCAB, (batch, pos), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_run(
+    model: HookedTransformer,
+    sites: str | tuple[str, ...] = "*",
+    C: int = 3,
+    importance: ImportanceSpec = Vector(d_gate=2),
+    seed: int = 0,
+) -> Run:
+    """A Run with random components and importances strictly inside (0.2, 0.8), away from the kinks of the sigmoids."""
+    found = find_sites(model, sites)
+    run = new_run(model, found, {site.name: C for site in found}, importance, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for function in run.functions.values():
+        for name, parameter in function.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            if name.endswith("b1"):
+                parameter.data = 0.3 * noise
+            elif name.endswith("W2"):
+                parameter.data = 0.02 * noise
+            elif name.endswith("b2"):
+                parameter.data = 0.5 + 0.05 * noise
+            elif name in ("absolute", "relative"):
+                parameter.data = 0.5 * noise
+    return run.requires_grad_(True)
+
+
+def tiny_padding(side: str | None, batch: int = 3, pos: int = 5) -> torch.Tensor | None:
+    """An attention mask with 0, 1, 2, ... padded places in the batch's sequences on ``side``; None for no side."""
+    if side is None:
+        return None
+    place, padded = torch.arange(pos)[None], torch.arange(batch)[:, None]
+    return (place >= padded if side == "left" else place < pos - padded).long()

@@ -3,10 +3,10 @@
 The second half of what knows TransformerLens (names come from ``sites``). Three ways of seeing inputs, one of writing:
 
 1. :class:`Reader` watches a host through hooks on its modules: exact under every configuration.
-2. :func:`read_hooks` does the same with hook points alone, for ``model.run_with_hooks``. The norm's own gain and bias, and
+2. :func:`read_hooks` does the same with hook points alone, for ``model.run_with_hooks``. The norm's gain and bias, and
    shortformer positions, are applied again, because no hook point shows the value behind them.
 3. :func:`write_hook` replaces the output at the hook point right behind the matmul.
-4. :func:`make_twin` copies a host's structure without its hooks; it shares the weights' storage and never gets gradients.
+4. :func:`make_twin` copies a host's structure without its hooks; it shares the weights' storage and gets no gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def read_hooks(
     """
     missing = [site.name for site in sites if site.lookup and site.name not in lookups]
     if missing:
-        raise ValueError(f"No indices for {missing}: use the importances of these tokens, run.importances(model, tokens).")
+        raise ValueError(f"No indices for {missing}; use importances of these tokens, run.importances(model, tokens).")
     inputs.update({site.name: lookups[site.name] for site in sites if site.lookup})
     hooks: list[Hook] = []
     for layer in dict.fromkeys(site.layer for site in sites if not site.lookup):
@@ -141,9 +142,7 @@ def _attention_reads(
     if model.cfg.use_attn_in:
         hooks.append((prefix + "hook_attn_in", _keep(inputs, list(here.values()))))
     if model.cfg.use_split_qkv_input:
-        hooks += [
-            (f"{prefix}hook_{kind[-1].lower()}_input", _keep(inputs, [site])) for kind, site in here.items()
-        ]
+        hooks += [(f"{prefix}hook_{kind[-1].lower()}_input", _keep(inputs, [site])) for kind, site in here.items()]
     if hasattr(block.ln1, "hook_normalized"):
         calls = [0]  # the block norms its attention's three inputs in the order Q, K, V
 
@@ -213,40 +212,43 @@ def write_point(model: HookedTransformer, site: Site) -> str:
 
 def write_hook(model: HookedTransformer, site: Site, produce: Callable[[Tensor], Tensor | None]) -> Hook:
     """A hook function that replaces ``site``'s output ``y`` by ``produce(y)``, or leaves it where that is None."""
+    name = write_point(model, site)
 
     def write(value: Tensor, hook: HookPoint) -> Tensor | None:
-        return produce(value)
+        return produce(value) if hook is model.hook_dict[name] else None  # a copy of the host takes its hooks along
 
-    write.tl_spd_write = True  # type: ignore[attr-defined]  # how nested installations recognise each other
-    return write_point(model, site), write
+    write.tl_spd_write = True  # type: ignore[attr-defined]  # how installations recognise each other's
+    return name, write
+
+
+def _writes_first(point: HookPoint, _: tuple) -> None:
+    """Before a hook point is used: writing hooks to the front in the order of installation (the innermost wins)."""
+    for handle in reversed(point.fwd_hooks):
+        if getattr(handle.user_hook, "tl_spd_write", False) and handle.hook.id in point._forward_hooks:
+            point._forward_hooks.move_to_end(handle.hook.id, last=False)
 
 
 @dataclass
 class HookSet:
-    """Hooks that this package put on a host: permanent for TransformerLens, in front of everybody else's."""
+    """Hooks that this package put on a host: permanent for TransformerLens, run before everybody else's."""
 
-    _placed: list[tuple[str, HookPoint, Any]] = field(default_factory=list)
+    _placed: list[tuple[str, HookPoint, Any, RemovableHandle]] = field(default_factory=list)
 
     def add(self, model: HookedTransformer, hook: Hook) -> None:
-        """Add a writing hook before the user's hooks and behind those of outer installations (the innermost wins)."""
-        name, function = hook
-        point = model.hook_dict[name]
-        outer = [handle for handle in point.fwd_hooks if getattr(handle.user_hook, "tl_spd_write", False)]
-        point.add_hook(function, is_permanent=True, prepend=True)
-        self._placed.append((name, point, point.fwd_hooks[0]))
-        for handle in reversed(outer):
-            point._forward_hooks.move_to_end(handle.hook.id, last=False)
-            point.fwd_hooks.remove(handle)
-            point.fwd_hooks.insert(0, handle)
+        """Add a writing hook."""
+        point = model.hook_dict[hook[0]]
+        point.add_hook(hook[1], is_permanent=True)
+        self._placed.append((hook[0], point, point.fwd_hooks[-1], point.register_forward_pre_hook(_writes_first)))
 
     def missing(self) -> list[str]:
         """Names of hook points from which somebody else has removed our hook."""
-        return [name for name, point, handle in self._placed if handle.hook.id not in point._forward_hooks]
+        return [name for name, point, handle, _ in self._placed if handle.hook.id not in point._forward_hooks]
 
     def remove(self) -> None:
         """Remove exactly the hooks that were added."""
-        for _, point, handle in self._placed:
+        for _, point, handle, order in self._placed:
             handle.hook.remove()
+            order.remove()
             point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
         self._placed.clear()
 
@@ -269,7 +271,9 @@ def make_twin(model: HookedTransformer) -> HookedTransformer:
     cfg.use_split_qkv_input = cfg.use_attn_in = cfg.use_attn_result = cfg.use_hook_mlp_in = False
     memo[id(model.cfg)] = cfg
     memo[id(model.tokenizer)] = model.tokenizer
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    vars(twin).pop("forward", None)  # what stands in for the method while a Run is installed
+    return twin
 
 
 def sync_twin(twin: HookedTransformer, model: HookedTransformer) -> None:
@@ -280,6 +284,7 @@ def sync_twin(twin: HookedTransformer, model: HookedTransformer) -> None:
         for key, value in theirs._parameters.items():
             if value is not None and ours._parameters[key].data_ptr() != value.data_ptr():  # type: ignore[union-attr]
                 ours._parameters[key] = nn.Parameter(value.detach(), requires_grad=False)
+        ours._buffers.update(theirs._buffers)
         ours.training = theirs.training
 
 
@@ -295,15 +300,10 @@ class Start:
 def watch_starts(model: HookedTransformer, starts: dict[int, Start]) -> list[RemovableHandle]:
     """Keep in ``starts`` what each block is given; returns the hooks' handles."""
 
-    def keep(layer: int) -> Callable[..., None]:
-        def at_entry(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            starts[layer] = Start(args[0], kwargs.get("shortformer_pos_embed"), kwargs.get("attention_mask"))
+    def keep(layer: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        starts[layer] = Start(args[0], kwargs.get("shortformer_pos_embed"), kwargs.get("attention_mask"))
 
-        return at_entry
-
-    return [
-        block.register_forward_pre_hook(keep(layer), with_kwargs=True) for layer, block in enumerate(model.blocks)
-    ]
+    return [block.register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i, block in enumerate(model.blocks)]
 
 
 @dataclass(frozen=True)
@@ -349,11 +349,14 @@ def observe(twin: HookedTransformer, sites: Sequence[Site], *args: Any, **kwargs
 
 
 def padding_mask(
-    model: HookedTransformer, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None
+    model: HookedTransformer,
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Tensor | None = None,
+    side: str | None = None,
 ) -> Bool[Tensor, "batch pos"] | None:
-    """Which places hold real tokens: as given, else as the host's tokenizer tells; None where none is padding."""
+    """Which places hold real tokens: as given, else as the tokenizer tells (padding on ``side``); None where all do."""
     if attention_mask is None and model.tokenizer is not None and tokens.shape[1] > 0:
-        attention_mask = get_attention_mask(model.tokenizer, tokens, bool(model.cfg.default_prepend_bos))
+        attention_mask = get_attention_mask(model.tokenizer, tokens, bool(model.cfg.default_prepend_bos), side)
     if attention_mask is None or bool(attention_mask.bool().all()):
         return None
     return attention_mask.bool().to(tokens.device)
@@ -382,7 +385,7 @@ def capped(model: HookedTransformer, logits: Tensor) -> Tensor:
 def embed(
     model: HookedTransformer, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The state with which block 0 begins: residual stream, shortformer positions, attention mask as the host resolves it."""
+    """The state with which block 0 begins: residual stream, shortformer positions, resolved attention mask."""
     resid, _, positions, mask = model.input_to_embed(tokens, attention_mask=attention_mask)
     return resid, positions, mask
 
@@ -390,3 +393,11 @@ def embed(
 def unembedding(model: HookedTransformer) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"]]:
     """The unembedding matrix and its bias, detached."""
     return model.unembed.W_U.detach(), model.unembed.b_U.detach()
+
+
+def attention_patterns(
+    model: HookedTransformer, tokens: Int[Tensor, "batch pos"]
+) -> dict[int, Float[Tensor, "batch head query key"]]:
+    """The attention pattern of every layer on ``tokens``, as the model computes it now."""
+    _, cache = model.run_with_cache(tokens, return_type=None, names_filter=lambda name: name.endswith("hook_pattern"))
+    return {layer: cache[f"blocks.{layer}.attn.hook_pattern"] for layer in range(model.cfg.n_layers)}

