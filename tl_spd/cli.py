@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pandas as pd
+import torch
 import tyro
+from torch import Tensor
 
 import tl_spd as spd
 from tl_spd.analysis.evaluation import evaluate
@@ -113,10 +116,8 @@ class Evaluate:
         print(rows.to_string(index=False))
 
 
-def tokenize(model: HookedTransformer, prompts: tuple[str, ...]):  # type: ignore[no-untyped-def]
+def tokenize(model: HookedTransformer, prompts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """Right-padded tokens ``[prompt, pos]`` and their attention mask."""
-    import torch
-
     rows = [model.to_tokens(prompt)[0] for prompt in prompts]
     longest = max(len(row) for row in rows)
     tokens = torch.stack([torch.cat([row, row.new_full((longest - len(row),), int(row[0]))]) for row in rows])
@@ -126,6 +127,6 @@ def tokenize(model: HookedTransformer, prompts: tuple[str, ...]):  # type: ignor
 
 def main() -> None:
     """Entry point of ``tl-spd``."""
-    commands = {"induction": Induction, "decompose": Decompose, "evaluate": Evaluate}
+    commands: dict[str, Callable[..., Any]] = {"induction": Induction, "decompose": Decompose, "evaluate": Evaluate}
     chosen = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     chosen.run()

@@ -54,7 +54,7 @@ class Components(nn.Module):
         return host_weight.to(self.read.dtype) - self.weight()
 
     def inner(self, x: Tensor) -> Tensor:
-        """Inner activations ``[batch, pos, (heads,) C]`` of inputs ``[batch, pos, (heads,) d_in]`` or indices ``[batch, pos]``."""
+        """Inner activations ``[batch, pos, (heads,) C]`` of inputs ``[..., d_in]`` or indices ``[batch, pos]``."""
         if not self.site.lookup:
             return x.to(self.read.dtype) @ self.read
         rows = self.read[x.clamp(min=0)]
@@ -101,7 +101,9 @@ def init_components(
     if C < 1:
         raise ValueError(f"{site.name}: C must be at least 1 subcomponent, found {C}.")
     if not bool(torch.isfinite(host_weight).all()):
-        raise ValueError(f"{site.name}: the host's weight has entries that are not finite; nothing can be decomposed from it.")
+        raise ValueError(
+            f"{site.name}: the host's weight has entries that are not finite; nothing can be decomposed from it."
+        )
     weight = host_weight.to(torch.float64 if host_weight.dtype == torch.float64 else torch.float32)
 
     def normal(*shape: int, std: float) -> Tensor:

@@ -1,12 +1,13 @@
 """Data: batches of tokens from whatever the user has.
 
-A token tensor ``[batch, pos]`` (rows drawn at random where a batch size is given), an iterable of batches (started again when
-it ends), or a function ``(step, generator) -> batch``. A batch is a token tensor or a pair ``(tokens, attention_mask)``.
+A token tensor ``[batch, pos]``, alone or in a tuple ``(tokens, attention_mask)`` (rows drawn at random where a batch size is
+given); an iterable of batches (started again when it ends); or a function ``(step, generator) -> batch``. A batch is a token
+tensor or a pair ``(tokens, attention_mask)``, with 1 at real tokens and 0 at padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ def check_batch(batch: Any, model: HookedTransformer) -> tuple[Int[Tensor, "batc
 
     Raises:
         TypeError: not a token tensor or a pair of tensors.
-        ValueError: an empty batch, tokens outside the vocabulary, or a prompt longer than the host's context.
+        ValueError: an empty batch, tokens outside the vocabulary, a prompt longer than the host's context, or a mask that
+            does not fit or holds something else than 0 and 1.
     """
-    tokens, mask = batch if isinstance(batch, tuple | list) and len(batch) == 2 else (batch, None)
+    parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2) else (batch,)
+    tokens, mask = (*parts, None)[:2]  # a DataLoader over a TensorDataset gives lists of one tensor
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise TypeError(
             f"A batch must be an integer tensor of tokens [batch, pos] or a pair (tokens, attention_mask), found "
@@ -36,14 +39,34 @@ def check_batch(batch: Any, model: HookedTransformer) -> tuple[Int[Tensor, "batc
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= d_vocab(model):
         raise ValueError(f"Tokens must be 0 to {d_vocab(model) - 1}, found {low} to {high}.")
-    if mask is not None and mask.shape != tokens.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; wanted that of the tokens, {tuple(tokens.shape)}.")
     device = host_device(model)
-    return tokens.to(device), None if mask is None else mask.to(device)
+    return tokens.to(device, torch.long), None if mask is None else _check_mask(mask, tokens).to(device, torch.long)
+
+
+def _check_mask(mask: Any, tokens: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor of 0 and 1, found {_describe(mask)}.")
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; wanted that of the tokens, {tuple(tokens.shape)}."
+        )
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("attention_mask must be 1 at real tokens and 0 at padding, found other values.")
+    return mask
 
 
 def _describe(value: Any) -> str:
     return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _is_pair(data: Any) -> bool:
+    """Whether ``data`` is ``(tokens, attention_mask)`` rather than a sequence of batches."""
+    return (
+        isinstance(data, tuple)
+        and len(data) == 2
+        and isinstance(data[0], Tensor)
+        and isinstance(data[1], Tensor | None)
+    )
 
 
 class Batches:
@@ -51,14 +74,21 @@ class Batches:
 
     def __init__(self, data: Any, model: HookedTransformer, batch_size: int | None = None):
         self.data, self.model, self.batch_size = data, model, batch_size
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, found {batch_size}.")
-        if isinstance(data, Tensor):
+        self.whole = isinstance(data, Tensor) or _is_pair(data)
+        if self.whole:
             check_batch(data, model)
+        elif isinstance(data, Sequence):
+            if not data:
+                raise ValueError("data is empty; give at least one batch.")
+            check_batch(data[0], model)
         elif not callable(data) and not isinstance(data, Iterable):
             raise TypeError(
                 "data must be a token tensor, an iterable of batches or a function (step, generator) -> batch, found "
                 f"{_describe(data)}."
+            )
+        if batch_size is not None and not self.whole:
+            raise ValueError(
+                "batch_size draws rows of one token tensor; other data must come in batches of the wanted size."
             )
         self._iterator: Iterator[Any] | None = None
         self._taken = 0
@@ -68,26 +98,30 @@ class Batches:
         return check_batch(self._raw(step, generator), self.model)
 
     def _raw(self, step: int, generator: torch.Generator) -> Any:
-        if isinstance(self.data, Tensor):
-            if self.batch_size is None or self.batch_size >= self.data.shape[0]:
-                return self.data
-            return self.data[torch.randperm(self.data.shape[0], generator=generator)[: self.batch_size].to(self.data.device)]
+        if self.whole:
+            return self._rows(generator)
         if callable(self.data):
             return self.data(step, generator)
         while self._taken < step:  # resuming: the batches before this step have been used
             self._next()
         return self._next()
 
+    def _rows(self, generator: torch.Generator) -> Any:
+        parts = (self.data,) if isinstance(self.data, Tensor) else self.data
+        count = parts[0].shape[0]
+        if self.batch_size is None or self.batch_size >= count:
+            return parts
+        chosen = torch.randperm(count, generator=generator)[: self.batch_size]
+        return tuple(None if part is None else part[chosen.to(part.device)] for part in parts)
+
     def _next(self) -> Any:
-        self._taken += 1
-        if self._iterator is None:
-            self._iterator = iter(self.data)
-        for batch in self._iterator:
-            return batch
-        self._iterator = iter(self.data)
-        for batch in self._iterator:
-            return batch
+        for _ in range(2):  # where the data has ended, once more from its start
+            self._iterator = iter(self.data) if self._iterator is None else self._iterator
+            for batch in self._iterator:
+                self._taken += 1
+                return batch
+            self._iterator = None
         raise ValueError(
-            f"The data ended after {self._taken - 1} batches and cannot be started again; give a list, a DataLoader or a "
+            f"The data ended after {self._taken} batches and cannot be started again; give a list, a DataLoader or a "
             "function (step, generator) -> batch."
         )

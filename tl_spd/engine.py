@@ -131,7 +131,7 @@ class Engine:
 
     def _alone(self, batch: Batch, entry: Pass, importances: Importances) -> Tensor:
         hooks = pass_hooks(self.twin, self.run, entry, importances)
-        kwargs = {} if batch.attention_mask is None else {"attention_mask": batch.attention_mask}
+        kwargs: dict[str, Any] = {} if batch.attention_mask is None else {"attention_mask": batch.attention_mask}
         logits = self.twin.run_with_hooks(batch.tokens, fwd_hooks=hooks, **kwargs)
         return _mean_kl(self._original_logits(batch), logits.flatten(0, 1)[batch.scored])
 
@@ -175,7 +175,9 @@ class _Stack:
         self.beside = start.shortformer_positions, start.attention_mask
         twin = self.engine.twin
         handles: list[RemovableHandle] = []
-        masked = [site for site in self.engine.run.sites if self._masking(site) and site.kind != "W_U" and not site.lookup]
+        masked = [
+            site for site in self.engine.run.sites if self._masking(site) and site.kind != "W_U" and not site.lookup
+        ]
         reader = Reader(twin, masked)
         try:
             for layer, block in enumerate(twin.blocks):
@@ -257,7 +259,11 @@ class _Stack:
         def produce(like: Tensor) -> Tensor:
             here = [index for index in indices if index < self.joined]
             masks = [self.passes[index].masks[site.name] for index in here]
-            mask = torch.cat([m.expand(self.rows, like.shape[1], m.shape[-1]) for m in masks]) if len(masks) > 1 else masks[0]
+            mask = (
+                torch.cat([m.expand(self.rows, like.shape[1], m.shape[-1]) for m in masks])
+                if len(masks) > 1
+                else masks[0]
+            )
             rows = self._some_rows(site, here)
             x = reader.inputs[site.name]
             args = (self.engine.twin, self.engine.run, site)
@@ -323,7 +329,7 @@ class _HeadKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (grads,) = ctx.saved_tensors
         return grads * grad[..., None].to(grads.dtype), None, None, None, None
 

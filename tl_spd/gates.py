@@ -37,11 +37,10 @@ def vector_gates(
     b2: Float[Tensor, "C"],
 ) -> Float[Tensor, "*rows C"]:
     """``sum_k W2[k, c] * gelu((x @ W1)[k, c] + b1[k, c]) + b2[c]`` for every row of ``x``."""
-    d_gate, C = W2.shape
     flat = x.reshape(-1, x.shape[-1])
     weights = torch.cat([W1.reshape(x.shape[-1], -1), b1.reshape(1, -1)])
     out = _VectorGates.apply(torch.cat([flat, flat.new_ones(flat.shape[0], 1)], dim=1), weights, W2)
-    return (out + b2).reshape(*x.shape[:-1], C)
+    return (out + b2).reshape(*x.shape[:-1], b2.shape[0])
 
 
 class _VectorGates(torch.autograd.Function):
@@ -58,7 +57,7 @@ class _VectorGates(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         x, weights, W2 = ctx.saved_tensors
         d_gate, C = W2.shape
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -100,7 +99,7 @@ class _ScalarGates(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         a, W1, b1, W2 = ctx.saved_tensors
         grad_a = torch.empty_like(a)
         grad_W1, grad_b1, grad_W2 = torch.zeros_like(W1), torch.zeros_like(b1), torch.zeros_like(W2)

@@ -6,9 +6,9 @@ nothing folded, centred or otherwise processed unless asked for.
 Method.
 1. By name: TransformerLens's `from_pretrained_no_processing` (or `from_pretrained`), unchanged.
 2. From files: transformers reads them, offline; a `HookedTransformerConfig` is built from its config;
-   TransformerLens's converter renames the weights; they are loaded without processing; the logits are compared
-   with those of the transformers model. (TransformerLens reads configs too, but guesses the family from the
-   folder's name and assumes `d_head = d_model / n_heads`, `d_mlp = 4 d_model`.)
+   TransformerLens's converter renames the weights; they are loaded without processing; the logits are
+   compared with those of the transformers model. (TransformerLens reads configs too, but guesses the family
+   from the folder's name and assumes `d_head = d_model / n_heads` and `d_mlp = 4 d_model`.)
 
 Source: transformer_lens 3.9, `loading_from_pretrained` and `pretrained.weight_conversions`.
 Approximations: none. What is not known to convert exactly (most rope scalings, Llama biases) is refused.
@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import importlib.util
+import inspect
 import json
 import re
-import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -59,8 +61,12 @@ def load_host(spec: str | Path, **options: Any) -> HookedTransformer:
 
 
 def from_name(
-    name: str, *, processing: bool = False, device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32, **kwargs: Any,
+    name: str,
+    *,
+    processing: bool = False,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
 ) -> HookedTransformer:
     """A model TransformerLens knows by `name`, through `HookedTransformer.from_pretrained_no_processing`.
 
@@ -111,7 +117,7 @@ def from_hf_folder(path: str | Path, **options: Any) -> HookedTransformer:
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"{asked} no *.safetensors. Save the model there with save_pretrained.")
     has_tokenizer = any(folder.glob("tokenizer.*")) or any(folder.glob("vocab.*"))
-    return _from_files(asked, family, folder, folder.name, {}, {}, has_tokenizer, **options)
+    return _from_files(asked, family, folder, has_tokenizer, {"name": folder.name} | options)
 
 
 def from_gguf(path: str | Path, **options: Any) -> HookedTransformer:
@@ -120,47 +126,50 @@ def from_gguf(path: str | Path, **options: Any) -> HookedTransformer:
     `options`: its `device`, `dtype`, `default_prepend_bos`, `check` and `tokenizer` (default: the file's).
 
     Raises FileNotFoundError if there is no such file, ModuleNotFoundError without the gguf package,
-    NotImplementedError for an unsupported architecture, rope scaling or tensor (from the file's header,
-    before weights are read), ValueError for a damaged or incomplete file, and as `from_hf_model`.
+    NotImplementedError for an unsupported architecture, rope scaling or tensor (before weights are read),
+    ValueError for a damaged or incomplete file, and as `from_hf_model`.
     """
     file = Path(path).expanduser().resolve()
     asked = f"Asked for the GGUF file {str(path)!r}. Found:"
     if not file.is_file():
         raise FileNotFoundError(f"{asked} no such file. Give the path of a GGUF file.")
-    fields, tensors = _gguf_header(file, asked)
-    family = _gguf_family(fields, tensors, asked)
     if importlib.util.find_spec("gguf") is None:
         raise ModuleNotFoundError(f"{asked} no package gguf to read it with. Run `pip install gguf`.")
-    # For GPT-2, transformers leaves these two at the shape of the small model whatever the file says.
-    keys = {"n_positions": "gpt2.context_length", "n_inner": "gpt2.feed_forward_length"}
-    shape = {theirs: fields[key] for theirs, key in keys.items() if key in fields}
-    where, has_tokenizer = {"gguf_file": file.name}, "tokenizer.ggml.tokens" in fields
-    return _from_files(asked, family, file.parent, file.stem, where, shape, has_tokenizer, **options)
+    with _gguf_cached() as gguf:
+        try:
+            reader = gguf.GGUFReader(str(file))
+        except (ValueError, IndexError, KeyError) as error:
+            raise ValueError(f"{asked} no GGUF file, or a damaged one. Fetch or convert it again.") from error
+        fields = {key: v.contents() for key, v in reader.fields.items() if not key.startswith("tokenizer.")}
+        family = _gguf_family(fields, [tensor.name for tensor in reader.tensors], asked)
+        # transformers leaves these three at the values of GPT-2 small whatever the file says.
+        keys = {"n_positions": "context_length", "n_inner": "feed_forward_length", "vocab_size": "vocab_size"}
+        shape = {theirs: fields[f"gpt2.{key}"] for theirs, key in keys.items() if f"gpt2.{key}" in fields}
+        options, has_tokenizer = {"name": file.stem} | options, "tokenizer.ggml.tokens" in reader.fields
+        return _from_files(asked, family, file.parent, has_tokenizer, options, {"gguf_file": file.name}, shape)
 
 
 def _from_files(
-    asked: str, family: _Family, folder: Path, name: str, where: dict[str, str], shape: dict[str, int],
-    has_tokenizer: bool, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32,
-    tokenizer: Any = None, default_prepend_bos: bool | None = None, check: bool = True,
-) -> HookedTransformer:
+    asked: str, family: _Family, folder: Path, has_tokenizer: bool, options: dict[str, Any],
+    where: dict[str, str] | None = None, shape: dict[str, int] | None = None,
+) -> HookedTransformer:  # fmt: skip
     """Reads a folder, or the GGUF file in it, with transformers and hands the model to `from_hf_model`."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    offline: dict[str, Any] = {"local_files_only": True, **where}
-    hf_config = AutoConfig.from_pretrained(folder, **offline, **shape)
-    family.cfg_fields(hf_config)  # refuses unsupported settings before anything heavy happens
-    load: Any = AutoModelForCausalLM.from_pretrained
-    hf_model, report = load(folder, config=hf_config, dtype=dtype, output_loading_info=True, **offline)
+    inspect.signature(from_hf_model).bind(None, **options)  # refuses unknown options before weights are read
+    read: dict[str, Any] = {"local_files_only": True, **(where or {})}
+    hf_config = AutoConfig.from_pretrained(folder, **read, **(shape or {}))
+    family.cfg_fields(hf_config)  # refuses unsupported settings, likewise
+    read_model: Any = AutoModelForCausalLM.from_pretrained
+    how = {"dtype": options.get("dtype", torch.float32), "config": hf_config, "output_loading_info": True, **read}
+    hf_model, report = read_model(folder, ignore_mismatched_sizes=True, **how)
     # transformers fills what is missing with random numbers and drops what it has no place for.
-    wrong = {key: report[key] for key in ("missing_keys", "unexpected_keys") if report[key]}
-    if wrong:
+    wrong = {key: report[f"{key}_keys"] for key in ("missing", "unexpected", "mismatched")}
+    if any(wrong.values()):
         raise ValueError(f"{asked} weights not those of {family.architecture}: {wrong}. Complete the files.")
-    if tokenizer is None and has_tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **offline)
-    return from_hf_model(
-        hf_model, device=device, dtype=dtype, tokenizer=tokenizer, default_prepend_bos=default_prepend_bos,
-        check=check, name=name,
-    )
+    if has_tokenizer and options.get("tokenizer") is None:
+        options["tokenizer"] = AutoTokenizer.from_pretrained(folder, **read)
+    return from_hf_model(hf_model, **options)
 
 
 def smollm2_path() -> Path:
@@ -180,8 +189,14 @@ def smollm2_path() -> Path:
 
 
 def from_hf_model(
-    hf_model: nn.Module, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32,
-    tokenizer: Any = None, default_prepend_bos: bool | None = None, check: bool = True, name: str = "custom",
+    hf_model: nn.Module,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Any = None,
+    default_prepend_bos: bool | None = None,
+    check: bool = True,
+    name: str = "custom",
 ) -> HookedTransformer:
     """The host with the weights of a transformers `LlamaForCausalLM` or `GPT2LMHeadModel`, unprocessed.
 
@@ -200,15 +215,20 @@ def from_hf_model(
         default_prepend_bos = own or hf.config.model_type == "gpt2"
     fine = (torch.float32, torch.float64)  # coarser types would hide a wrong conversion
     cfg = HookedTransformerConfig(
-        **family.cfg_fields(hf.config), model_name=name, original_architecture=family.architecture,
-        default_prepend_bos=default_prepend_bos, device="cpu", init_weights=False,
+        **family.cfg_fields(hf.config),
+        model_name=name,
+        original_architecture=family.architecture,
+        default_prepend_bos=default_prepend_bos,
+        device="cpu",
+        init_weights=False,
         dtype=torch.float32 if check and dtype not in fine else dtype,
     )
     tokenizer = copy.deepcopy(tokenizer)
     if tokenizer is not None and tokenizer.bos_token is not None:
         # TransformerLens wants one that prepends BOS (it takes BOS away again where not asked for) and would
         # reload any other by its name, which cannot work for one from a GGUF file.
-        tokenizer.add_bos_token = tokenizer.init_kwargs["add_bos_token"] = True
+        tokenizer.add_bos_token = True
+        tokenizer.init_kwargs |= {"add_bos_token": True, "name_or_path": tokenizer.name_or_path}
     with warnings.catch_warnings():  # as in from_name
         warnings.filterwarnings("ignore", "HookedTransformer", DeprecationWarning)
         model = HookedTransformer(cfg, tokenizer)
@@ -230,7 +250,7 @@ def check_against_transformers(
     """Largest absolute difference between the logits of `model` and `hf_model` on `tokens`, used as given.
 
     `tolerance` is a fraction of the largest absolute logit of `hf_model` (of 1 if that is larger). A larger
-    difference raises RuntimeError, and so does one that is not a number. Weights and modes are left as they were.
+    difference raises RuntimeError, and so does nan. Weights and modes are left as they were.
     """
     was_training = hf_model.training
     hf_model.eval()  # GPT-2 has dropout, TransformerLens has none
@@ -300,7 +320,7 @@ def _llama_fields(hf: Any) -> dict[str, Any]:
         "normalization_type": "RMS", "final_rms": True, "positional_embedding_type": "rotary",
         "rotary_dim": hf.head_dim, "rotary_adjacent_pairs": False,
         "rotary_base": rope.get("rope_theta", 10000.0), "use_NTK_by_parts_rope": scaled,
-    }
+    }  # fmt: skip
     if scaled:
         factors = ("factor", "low_freq_factor", "high_freq_factor")
         fields |= {f"NTK_by_parts_{factor}": rope[factor] for factor in factors}
@@ -317,7 +337,7 @@ def _gpt2_fields(hf: Any) -> dict[str, Any]:
         "d_head": hf.n_embd // hf.n_head, "n_heads": hf.n_head, "use_attn_scale": hf.scale_attn_weights,
         "scale_attn_by_inverse_layer_idx": hf.scale_attn_by_inverse_layer_idx,
         "act_fn": hf.activation_function, "normalization_type": "LN",
-    }
+    }  # fmt: skip
 
 
 _FAMILIES = {  # keyed by transformers' model_type, which is also GGUF's general.architecture
@@ -330,7 +350,7 @@ _FAMILIES = {  # keyed by transformers' model_type, which is also GGUF's general
         r"(token_embd|position_embd|output)\.weight|"
         r"(output_norm|blk\.\d+\.(attn_(norm|qkv|output)|ffn_(norm|up|down)))\.(weight|bias)",
     ),
-}
+}  # fmt: skip
 
 
 def _family(model_type: Any, architectures: list[str] | None, asked: str) -> _Family:
@@ -350,37 +370,19 @@ def _require(setting: str, found: Any, supported: bool) -> None:
         )
 
 
-_GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+@contextmanager
+def _gguf_cached() -> Iterator[Any]:
+    """The gguf package, parsing each file and building each name table once; transformers asks again and again."""
+    import gguf
 
-
-def _gguf_header(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
-    """Metadata and tensor names of a GGUF file (the gguf package takes seconds for them)."""
-    with path.open("rb") as file:
-
-        def read(code: str) -> Any:
-            return struct.unpack(f"<{code}", file.read(struct.calcsize(f"<{code}")))[0]
-
-        def text() -> str:
-            return file.read(read("Q")).decode("utf-8", "replace")
-
-        def value(kind: int) -> Any:
-            if kind == 9:
-                item, length = read("I"), read("Q")
-                return [value(item) for _ in range(length)]
-            return text() if kind == 8 else read(_GGUF_SCALARS[kind])
-
-        try:
-            if file.read(4) != b"GGUF" or read("I") not in (2, 3):
-                raise KeyError
-            n_tensors, n_fields = read("Q"), read("Q")
-            fields = {text(): value(read("I")) for _ in range(n_fields)}
-            names = []
-            for _ in range(n_tensors):
-                names.append(text())
-                file.seek(8 * read("I") + 12, 1)  # dimensions, type and offset
-        except (struct.error, KeyError, OverflowError, MemoryError) as error:
-            raise ValueError(f"{asked} no GGUF file, or a damaged one. Fetch or convert it again.") from error
-    return fields, names
+    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, original in originals.items():
+            setattr(gguf, name, functools.cache(original))
+        yield gguf
+    finally:
+        for name, original in originals.items():
+            setattr(gguf, name, original)
 
 
 def _gguf_family(fields: dict[str, Any], tensors: list[str], asked: str) -> _Family:

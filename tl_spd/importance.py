@@ -39,7 +39,7 @@ class _Lower(torch.autograd.Function):
         return pre.clamp(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (pre,) = ctx.saved_tensors
         leaked = torch.where(pre <= 0, LEAK * grad.clamp(max=0), grad)
         return torch.where(pre >= 1, torch.zeros_like(grad), leaked)
@@ -50,7 +50,7 @@ def lower(pre: Tensor) -> Tensor:
 
     Below 0 the gradient leaks with slope 0.01, and only where descending it would raise ``pre``; above 1 it is zero.
     """
-    return _Lower.apply(pre)  # type: ignore[no-any-return]
+    return _Lower.apply(pre)
 
 
 def upper(pre: Tensor) -> Tensor:
@@ -300,13 +300,15 @@ def attend(
     scale = 1 / math.sqrt(q.shape[-1])
     if backend == "eager":
         return torch.softmax((q @ k.mT + bias) * scale, dim=-1) @ v
-    out = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=(bias * scale)[:, None], scale=scale)
+    out = F.scaled_dot_product_attention(
+        q[:, None], k[:, None], v[:, None], attn_mask=(bias * scale)[:, None], scale=scale
+    )
     return out[:, 0]
 
 
 def relative_scores(q: Float[Tensor, "batch pos d_attn"], relative: Tensor) -> Float[Tensor, "#batch pos pos"]:
     """``r_ij``: the products ``q @ relative^T`` read along their diagonals, without indices."""
-    batch, pos = q.shape[:2]
+    pos = q.shape[1]
     table = q @ relative.T if relative.ndim == 2 else relative.expand(1, pos, -1)
     # Row i wants columns pos-1-i .. 2pos-2-i; in row-major order they start at i * (2 pos - 2) + pos - 1.
     flat = table.reshape(table.shape[0], -1)[:, pos - 1 :]

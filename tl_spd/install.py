@@ -1,28 +1,31 @@
 """Installing a Run into a host: the context managers ``decomposed`` and ``suppressed``. Nothing outlives them.
 
 ``decomposed``
-    1. On entering, hooks go onto the modules that read (inputs) and the hook points behind the matmuls (outputs); the user's
-       hooks come after ours, so they fire once per call and see the masked pass.
-    2. Each call of the model first runs the original model on a hook-free twin, where importances are asked for, and makes
-       this call's masks. With a key-value cache the twin keeps one of its own.
-    3. On leaving, exactly these hooks are removed. If somebody else removed them first, the next call and leaving say so.
+    1. On entering, hooks go onto the modules that read (inputs) and the hook points behind the matmuls (outputs); the
+       user's hooks come after ours, so they fire once per call and see the masked pass.
+    2. Each call of the model first runs the original model (the host's weights as they are now) on a hook-free twin,
+       where importances are asked for, and makes this call's masks. With a key-value cache the twin keeps its own.
+    3. On leaving, exactly these hooks are removed. If somebody else removed them before, the next call and leaving say so.
 
 ``suppressed`` puts edited weights in the place of the host's parameters and puts the very same objects back.
 
-Where installations overlap the innermost wins, site by site.
+Where contexts overlap the innermost wins, site by site, and they may be left in any order.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tl_spd.importance import Importances
 from tl_spd.masks import Pass, check_fits, check_masks, make_masks
@@ -32,6 +35,7 @@ from tl_spd.sites import (
     HookedTransformer,
     KeyValueCache,
     Site,
+    all_sites,
     bias,
     fold,
     parameter,
@@ -52,6 +56,7 @@ from tl_spd.wiring import (
 )
 
 Masks = str | Mapping[str, Tensor]
+_entered = itertools.count(1)  # numbers contexts in the order of entering
 
 
 class HooksRemovedError(RuntimeError):
@@ -78,7 +83,7 @@ def masked_output(
 
 
 def pass_hooks(model: HookedTransformer, run: Run, chosen: Pass, importances: Importances) -> list[Hook]:
-    """TransformerLens hooks ``(name, function)`` that turn ``model.run_with_hooks(tokens, fwd_hooks=...)`` into ``chosen``."""
+    """Hooks ``(name, function)`` that turn ``model.run_with_hooks(tokens, fwd_hooks=...)`` into the pass ``chosen``."""
     sites = [site for site in run.sites if site.name in chosen.masks]
     inputs: dict[str, Tensor] = {}
     reads = read_hooks(model, sites, inputs, importances.lookups)
@@ -109,9 +114,9 @@ def decomposed(
     """Inside this context ``model`` computes with masked subcomponents instead of its own weights.
 
     Args:
-        masks: ``"importance"``, ``"stochastic"`` (needs ``generator``), ``"ones"``, ``"rounded"`` (1 where the importance is
-            above ``threshold``), or a dict from site names to tensors that broadcast to ``[batch, pos, C]``; sites that a
-            dict leaves out keep the host's weights.
+        masks: ``"importance"``, ``"stochastic"`` (needs ``generator``), ``"ones"``, ``"rounded"`` (1 where the importance
+            is above ``threshold``), or a dict from site names to tensors that broadcast to ``[batch, pos, C]``; sites that
+            a dict leaves out keep the host's weights.
         sites: a pattern or patterns; default all of the Run's sites (or all of the dict's).
         importances: use these instead of computing them from the tokens of each call.
 
@@ -122,94 +127,139 @@ def decomposed(
         ValueError, TypeError: unknown sites or masks of the wrong shape, before anything is changed.
         HooksRemovedError: our hooks were removed by somebody else; at the next call, and on leaving.
     """
-    installation = _Installation(model, run, masks, run.select(sites), importances, generator, threshold)
-    installation.enter()
+    installation = _Installation(model, run, run.select(sites), masks, importances, generator, threshold)
     try:
+        installation.enter()
         yield model
         installation.check()
     finally:
         installation.leave()
 
 
+@dataclass(eq=False)
 class _Installation:
-    def __init__(
-        self,
-        model: HookedTransformer,
-        run: Run,
-        masks: Masks,
-        sites: Sequence[Site],
-        importances: Mapping[str, Tensor] | None,
-        generator: torch.Generator | None,
-        threshold: float,
-    ):
-        self.model, self.run, self.sites = model, run, tuple(sites)
-        counts = {site.name: run.components[site.name].C for site in self.sites}
-        for given in (masks, importances):
-            if given is not None and not isinstance(given, str):
-                check_masks(given, self.sites, counts)
-        if isinstance(masks, str):
-            make_masks(masks, {}, generator)  # refuses unknown names and a missing generator
-        else:
-            self.sites = tuple(site for site in self.sites if site.name in masks)
-        if importances is not None and isinstance(masks, str):
-            if lacking := [site.name for site in self.sites if site.name not in importances]:
-                raise ValueError(f"importances= lacks {lacking}; give one tensor per site, or choose sites=.")
-        self.masks, self.given, self.generator, self.threshold = masks, importances, generator, threshold
-        self.now: dict[str, Tensor] = {}
-        self.hooks = HookSet()
-        self.handles: list[RemovableHandle] = []
-        self.reader: Reader | None = None
-        self.original: _Original | None = None
+    model: HookedTransformer
+    run: Run
+    sites: Sequence[Site]
+    masks: Masks
+    given: Mapping[str, Tensor] | None
+    generator: torch.Generator | None
+    threshold: float
+    now: Mapping[str, Tensor] | None = None  # the masks of the call that is running
+    hooks: HookSet = field(default_factory=HookSet)
+    original: _Original | None = None
 
-    def enter(self) -> None:
+    def __post_init__(self) -> None:
+        counts = {name: parts.C for name, parts in self.run.components.items()}
+        check_masks(self.given or {}, self.run.sites, counts)
+        if isinstance(self.masks, str):
+            make_masks(self.masks, {}, self.generator)  # refuses unknown names and a missing generator
+            if lacking := [s.name for s in self.sites if self.given is not None and s.name not in self.given]:
+                raise ValueError(f"importances= lacks {lacking}; give one tensor per site, or choose sites=.")
+        else:
+            check_masks(self.masks, self.sites, counts)
+            self.sites = [site for site in self.sites if site.name in self.masks]
+        _check_host(self.model, self.sites)
         if isinstance(self.masks, str) and self.masks != "ones" and self.given is None:
             self.original = _Original(self.model, self.run, self.sites)
-        try:
-            self.handles.append(self.model.register_forward_pre_hook(self.before_call, with_kwargs=True))
-            self.reader = Reader(self.model, self.sites)
-            for site in self.sites:
-                self.hooks.add(self.model, write_hook(self.model, site, self.producer(site)))
-        except BaseException:
-            self.leave()
-            raise
+
+    def enter(self) -> None:
+        self.entered, self.calls, self.reader = next(_entered), _Calls.of(self.model), Reader(self.model, self.sites)
+        for site in self.sites:
+            self.hooks.add(self.model, *write_hook(self.model, site, self.producer(site)))
+        self.calls.listeners.append(self)
 
     def leave(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        if self.reader is not None:
-            self.reader.remove()
+        self.calls.remove(self)
+        self.reader.remove()
         self.hooks.remove()
-        self.now.clear()
         self.original = None
 
     def check(self) -> None:
         if missing := self.hooks.missing():
             raise HooksRemovedError(
-                f"While a Run was installed, its hooks were removed at {missing[:3]} ({len(missing)} in all); passes since "
-                "then used the host's own weights there. Use model.reset_hooks() without including_permanent=True."
+                f"While a Run was installed, its hooks were removed at {missing[:3]} ({len(missing)} in all); passes "
+                "since then used the host's own weights there. Use model.reset_hooks() without including_permanent=True."
             )
 
-    def before_call(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Make this call's masks, before the host sees its input."""
+    @contextmanager
+    def call(self, args: tuple, kwargs: dict) -> Iterator[None]:
+        """Around one call of the host: makes its masks first. A call inside a call leaves the outer one as it was."""
         self.check()
+        if self.now is None:
+            self.check_used()
+        outer = self.now, self.reader.inputs
+        self.now, self.reader.inputs = self.masks_of(args, kwargs), {}
+        try:
+            yield
+            self.check_used()
+        finally:
+            self.now, self.reader.inputs = outer
+
+    def check_used(self) -> None:
+        if unused := list(self.reader.inputs):
+            self.reader.inputs.clear()
+            raise RuntimeError(
+                f"{unused[0]} was used without its mask: outside a call of the model (as generate() embeds tokens; "
+                "choose sites= without embed.W_E), or because its hook point was switched off inside the context."
+            )
+
+    def masks_of(self, args: tuple, kwargs: dict) -> Mapping[str, Tensor]:
         if not isinstance(self.masks, str):
-            self.now = dict(self.masks)
-        elif self.original is None:
-            ones = {site.name: torch.ones((), device=self.run.components[site.name].read.device) for site in self.sites}
-            self.now = make_masks(self.masks, self.given or ones, self.generator, self.threshold)
-        else:
-            with torch.no_grad():
-                found = self.original.importances(args, kwargs)
-                self.now = make_masks(self.masks, found, self.generator, self.threshold)
+            return self.masks
+        ones = {site.name: torch.ones((), device=self.run.components[site.name].read.device) for site in self.sites}
+        with torch.no_grad():
+            found = self.original.importances(args, kwargs) if self.original else self.given or ones
+        return make_masks(self.masks, found, self.generator, self.threshold)
 
     def producer(self, site: Site) -> Any:
-        def produce(like: Tensor) -> Tensor:
-            assert self.reader is not None
-            if site.name not in self.now:
-                raise RuntimeError(f"{site.name} was reached outside a call of the model; call model(...), not its parts.")
-            return masked_output(self.model, self.run, site, self.reader.inputs[site.name], self.now[site.name], like)
+        def produce(like: Tensor) -> Tensor | None:
+            if self.now is None:
+                raise RuntimeError(f"{site.name} was reached outside a call: use model(...), not its parts.")
+            x = self.reader.inputs.pop(site.name)
+            if getattr(parameter(self.model, site), "entered", 0) > self.entered:
+                return None  # suppressed inside this context: the innermost wins
+            return masked_output(self.model, self.run, site, x, self.now[site.name], like)
 
         return produce
+
+
+def _check_host(model: HookedTransformer, sites: Iterable[Site]) -> None:
+    own = {site.name: site for site in all_sites(model)}
+    if strange := [site for site in sites if own.get(site.name) != site]:
+        found = own.get(strange[0].name, "no such weight")
+        raise ValueError(f"The Run decomposes {strange[0]}; this host has {found}. Use the host that it was made for.")
+
+
+class _Calls:
+    """Stands in for a host's ``forward``, which TransformerLens also calls past every hook, and tells installations."""
+
+    def __init__(self, model: HookedTransformer):
+        self.model, self.own = model, vars(model).get("forward")
+        self.listeners: list[_Installation] = []
+
+    @staticmethod
+    def of(model: HookedTransformer) -> _Calls:
+        calls = vars(model).get("forward")
+        if not isinstance(calls, _Calls):
+            calls = model.forward = _Calls(model)  # type: ignore[method-assign]
+        return calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as calls:
+            for listener in tuple(self.listeners):
+                calls.enter_context(listener.call(args, kwargs))
+            return (self.own or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:  # a copy of the host is a plain host
+        return MethodType(type(self.model).forward, memo[id(self.model)])
+
+    def remove(self, listener: _Installation) -> None:
+        self.listeners = [other for other in self.listeners if other is not listener]
+        if not self.listeners and vars(self.model).get("forward") is self:
+            del self.model.forward
+            if self.own is not None:
+                self.model.forward = self.own
 
 
 class _Original:
@@ -218,63 +268,58 @@ class _Original:
     def __init__(self, model: HookedTransformer, run: Run, sites: Sequence[Site]):
         self.model, self.run, self.sites = model, run, sites
         self.twin = make_twin(model)
-        self.caches: dict[int, tuple[weakref.ref[KeyValueCache], KeyValueCache, dict[str, Tensor]]] = {}
+        self.signature = inspect.signature(self.twin.forward)
+        self.caches: dict[int, tuple[weakref.ref[KeyValueCache], KeyValueCache, list[dict[str, Tensor]]]] = {}
 
     def importances(self, args: tuple, kwargs: dict) -> Importances:
         """Importances for the tokens of this call, ``[batch, new pos, C]`` per site."""
         sync_twin(self.twin, self.model)
-        kwargs = dict(kwargs)
-        args = args[:1]  # HookedTransformer.forward takes everything but the input by keyword in TransformerLens's own calls
-        cache = kwargs.get("past_kv_cache")
-        if cache is None:
-            seen = observe(self.twin, self.sites, *args, **kwargs)
-            return self.run.importances_from(seen, self.real(seen, args, kwargs), self.sites)
-        return self.with_cache(cache, args, kwargs)
+        given = self.signature.bind(*args, **kwargs).arguments
+        cache = given.get("past_kv_cache")
+        if cache is not None:
+            return self.with_cache(cache, given)
+        seen = observe(self.twin, self.sites, **given)
+        return self.run.importances_from(seen, self.real(seen, given), self.sites)
 
-    def real(self, seen: Observation, args: tuple, kwargs: dict) -> Tensor | None:
+    def real(self, seen: Observation, given: Mapping[str, Any]) -> Tensor | None:
         """Which places are real: the mask the host resolved, else what its tokenizer tells of the tokens."""
         for start in seen.starts.values():
             if start.attention_mask is not None:
                 return start.attention_mask.bool()
-        tokens = args[0] if args else kwargs["input"]
+        tokens = given["input"] if given.get("start_at_layer") is None else given.get("tokens")
         if isinstance(tokens, str | list):
-            tokens = self.model.to_tokens(tokens, **{k: kwargs[k] for k in ("prepend_bos", "padding_side") if k in kwargs})
-        if kwargs.get("start_at_layer") is not None:
-            tokens = kwargs.get("tokens")
-        return None if tokens is None else padding_mask(self.model, tokens[None] if tokens.ndim == 1 else tokens)
+            names = ("prepend_bos", "padding_side")
+            tokens = self.model.to_tokens(tokens, **{name: given[name] for name in names if name in given})
+        if tokens is None:
+            return None
+        side = given.get("padding_side")
+        side = side if side in ("left", "right") else None  # else TransformerLens's mark for "the tokenizer's own"
+        return padding_mask(self.model, tokens[None] if tokens.ndim == 1 else tokens, given.get("attention_mask"), side)
 
-    def with_cache(self, cache: KeyValueCache, args: tuple, kwargs: dict) -> Importances:
+    def with_cache(self, cache: KeyValueCache, given: dict[str, Any]) -> Importances:
         """As above for a call that continues ``cache``: the inputs of earlier calls are kept and put in front."""
-        entry = self.caches.get(id(cache))
-        if entry is None or entry[0]() is not cache:
-            past = cache[0].past_keys
+        entry, past = self.caches.get(id(cache)), cache[0].past_keys
+        if entry is None or entry[0]() is not cache or entry[1][0].past_keys.shape[1] != past.shape[1]:
             if past.shape[1]:
                 raise ValueError(
-                    f"The key-value cache already holds {past.shape[1]} positions of another pass; inside decomposed(...) "
-                    "start with an empty cache."
+                    f"The key-value cache already holds {past.shape[1]} positions of another pass; inside "
+                    "decomposed(...) start with an empty cache."
                 )
-            entry = (weakref.ref(cache), new_cache(self.twin, past.shape[0], past.device), {})
+            entry = (weakref.ref(cache), new_cache(self.twin, past.shape[0], past.device), [{}, {}])
             self.caches = {key: value for key, value in self.caches.items() if value[0]() is not None}
             self.caches[id(cache)] = entry
         _, own, history = entry
         own.freeze() if cache.frozen else own.unfreeze()
-        kwargs["past_kv_cache"] = own
-        seen = observe(self.twin, self.sites, *args, **kwargs)
+        seen = observe(self.twin, self.sites, **{**given, "past_kv_cache": own})
         new = next(iter(seen.starts.values())).resid.shape[1]
-        whole = {}
-        for group, found in (("inputs", seen.inputs), ("rows", seen.rows)):
-            for name, value in found.items():
-                key = f"{group}/{name}"
-                whole[key] = torch.cat([history[key], value], dim=1) if key in history else value
-        if not cache.frozen:
-            history.update(whole)
-        joined = Observation(
-            {name: whole[f"inputs/{name}"] for name in seen.inputs},
-            {name: whole[f"rows/{name}"] for name in seen.rows},
-            seen.starts,
-            None,
+        inputs, rows = (
+            {name: torch.cat([past[name], value], dim=1) if name in past else value for name, value in now.items()}
+            for past, now in zip(history, (seen.inputs, seen.rows), strict=True)
         )
-        found = self.run.importances_from(joined, self.real(seen, args, kwargs), self.sites)
+        if not cache.frozen:
+            history[:] = inputs, rows
+        joined = Observation(inputs, rows, seen.starts, None)
+        found = self.run.importances_from(joined, self.real(seen, given), self.sites)
         return Importances({name: pre[:, -new:] for name, pre in found.pre.items()})
 
 
@@ -286,8 +331,8 @@ def suppressed_weight(
 ) -> Float[Tensor, "d_in d_out"]:
     """``W - sum_k (r_k^T W w_k) r_k w_k^T`` with unit ``r_k, w_k``; every term from the original ``W``.
 
-    ``sequential=True`` applies one direction after the other instead, each to what the last one left. Computed in float32
-    or better, returned in the dtype of ``host_weight``. A zero direction suppresses nothing.
+    ``sequential=True`` applies one direction after the other instead, each to what the last one left. Computed in
+    float32 or better, returned in the dtype of ``host_weight``. A zero direction suppresses nothing.
     """
     W = host_weight.to(torch.promote_types(host_weight.dtype, torch.float32))
     r = nn.functional.normalize(read.to(W), dim=0)
@@ -307,7 +352,7 @@ def suppressed(
     """Inside this context the directions of chosen subcomponents are projected out of the host's own weights.
 
     Args:
-        subcomponents: site name -> indices of subcomponents.
+        subcomponents: site name -> indices of subcomponents (a repeated index counts once).
         sequential: one direction after the other (see :func:`suppressed_weight`).
 
     The weights are swapped, so there is no cost per token. Parameters are put back as the same objects, bit for bit.
@@ -315,22 +360,41 @@ def suppressed(
     Raises:
         ValueError, IndexError: unknown sites or subcomponents, before anything is changed.
     """
-    new: list[tuple[Site, nn.Parameter]] = []
+    new: list[tuple[Site, _Edited]] = []
     for name, indices in subcomponents.items():
         if name not in run.components:
             raise ValueError(f"{name} is not decomposed in this Run; its sites are {list(run.components)}.")
         parts = run.components[name]
-        if outside := [index for index in indices if not 0 <= index < parts.C]:
+        _check_host(model, [parts.site])
+        if outside := [index for index in indices if index not in range(parts.C)]:
             raise IndexError(f"{name} has subcomponents 0 to {parts.C - 1}; found {outside}.")
+        once = list(dict.fromkeys(int(index) for index in indices))
         own = parameter(model, parts.site)
-        chosen = torch.tensor(list(indices), dtype=torch.long, device=parts.read.device)
         with torch.no_grad():
-            read, write = parts.read[:, chosen], parts.write[chosen]
-            edited = suppressed_weight(fold(parts.site, own), read, write, sequential)
-        new.append((parts.site, nn.Parameter(unfold(parts.site, edited), requires_grad=own.requires_grad)))
-    old = [(site, replace_parameter(model, site, value)) for site, value in new]
+            edited = suppressed_weight(fold(parts.site, own), parts.read[:, once], parts.write[once], sequential)
+        new.append((parts.site, _Edited(unfold(parts.site, edited), requires_grad=own.requires_grad)))
+    for site, edit in new:
+        edit.under, edit.entered = replace_parameter(model, site, edit), next(_entered)
     try:
         yield model
     finally:
-        for site, value in old:
-            replace_parameter(model, site, value)
+        for site, edit in new:
+            _take_out(model, site, edit)
+
+
+class _Edited(nn.Parameter):  # a suppressed weight in the place of the one under it, which may be one itself
+    under: nn.Parameter
+    entered: int = 0
+
+
+def _take_out(model: HookedTransformer, site: Site, edit: _Edited) -> None:
+    """Take ``edit`` out of the pile on a host's parameter, wherever in the pile it is."""
+    if (edit.under.dtype, edit.under.device) != (edit.dtype, edit.device):  # the host was cast or moved inside
+        edit.under.data = edit.under.data.to(edit)
+    above = parameter(model, site)
+    while isinstance(above, _Edited) and above is not edit and above.under is not edit:
+        above = above.under
+    if isinstance(above, _Edited) and above is not edit:
+        above.under = edit.under
+    else:
+        replace_parameter(model, site, edit.under)

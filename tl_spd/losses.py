@@ -113,6 +113,13 @@ class ReconTerm(LossTerm):
         return step.kl(self.passes(step.importances, step.generator)).mean()
 
 
+def faithfulness(run: Run, weights: Mapping[str, Float[Tensor, "d_in d_out"]]) -> Float[Tensor, ""]:
+    """Mean squared difference between ``weights`` (:func:`host_weights`) and what the Run's subcomponents sum to."""
+    deltas = [run.components[name].delta(host) for name, host in weights.items()]
+    entries = sum(delta.numel() for delta in deltas)
+    return torch.stack([delta.square().sum() for delta in deltas]).sum() / entries
+
+
 @dataclass(frozen=True)
 class Faithfulness(LossTerm):
     """Mean squared difference between the host's weights and what the subcomponents sum to.
@@ -122,9 +129,7 @@ class Faithfulness(LossTerm):
 
     def value(self, step: Step) -> Float[Tensor, ""]:
         """``(1/N) sum_sites sum_ij (W - read @ write)^2``."""
-        deltas = [step.run.components[name].delta(host) for name, host in step.weights.items()]
-        entries = sum(delta.numel() for delta in deltas)
-        return torch.stack([delta.square().sum() for delta in deltas]).sum() / entries
+        return faithfulness(step.run, step.weights)
 
     def passes(self, importances: Importances, generator: torch.Generator) -> list[Pass]:
         """One pass with ones everywhere."""

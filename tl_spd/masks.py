@@ -62,7 +62,9 @@ def make_masks(
         ValueError: an unknown kind, or a stochastic one without a generator.
     """
     if kind == "stochastic" and generator is None:
-        raise ValueError("masks='stochastic' needs a generator=torch.Generator(); the global random state is never used.")
+        raise ValueError(
+            "masks='stochastic' needs a generator=torch.Generator(); the global random state is never used."
+        )
     samplers: dict[str, Callable[[Tensor], Tensor]] = {
         "importance": lambda g: g,
         "stochastic": lambda g: stochastic_mask(g, generator),  # type: ignore[arg-type]

@@ -68,10 +68,17 @@ class Run:
         """The Run's sites that match ``patterns`` (all for None); a pattern without a match is an error."""
         return self.sites if patterns is None else match_sites(self.sites, patterns)
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """All trainable parameters under flat names: read and write directions, then importance functions."""
+        return {
+            f"{prefix}/{key}": parameter
+            for prefix, module in self._modules().items()
+            for key, parameter in module.named_parameters()
+        }
+
     def parameters(self) -> list[nn.Parameter]:
-        """All trainable parameters: read and write directions, then importance functions."""
-        modules = [*self.components.values(), *self.functions.values()]
-        return [parameter for module in modules for parameter in module.parameters()]
+        """All trainable parameters, in the order of :meth:`named_parameters`."""
+        return list(self.named_parameters().values())
 
     def requires_grad_(self, on: bool) -> Run:
         """Switch the gradients of all parameters on or off."""
@@ -118,13 +125,17 @@ class Run:
 
     # --- storage ---
 
+    def _modules(self) -> dict[str, nn.Module]:
+        components: dict[str, nn.Module] = {f"components/{name}": module for name, module in self.components.items()}
+        return components | {f"functions/{name}": module for name, module in self.functions.items()}
+
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter under a flat name."""
-        flat = {}
-        for kind, modules in (("components", self.components), ("functions", self.functions)):
-            for name, module in modules.items():
-                flat.update({f"{kind}/{name}/{key}": value for key, value in module.state_dict().items()})
-        return flat
+        """Every parameter and buffer under a flat name, detached."""
+        return {
+            f"{prefix}/{key}": value
+            for prefix, module in self._modules().items()
+            for key, value in module.state_dict().items()
+        }
 
     def record(self) -> dict[str, Any]:
         """Everything but the tensors, as plain values for JSON."""
@@ -135,12 +146,24 @@ class Run:
             "fingerprint": self.fingerprint,
             "settings": self.settings,
             "history": {key: self.history[key].tolist() for key in self.history.columns},
-            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "versions": {name: _version(name) for name in PACKAGES},
         }
 
     def save(self, path: str | Path) -> None:
         """Write the Run to the folder ``path`` (JSON and safetensors); what is there stays until all is written."""
         storage.write_folder(path, self.record(), self.tensors())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # run from its source folder
+
+
+def _dtype(model: HookedTransformer) -> torch.dtype:
+    """The dtype of a Run's parameters: float32, or float64 for a float64 host."""
+    return torch.float64 if host_dtype(model) == torch.float64 else torch.float32
 
 
 def new_run(
@@ -150,16 +173,13 @@ def new_run(
     importance: ImportanceSpec,
     init: Init = "kaiming",
     seed: int = 0,
-    longest: int | None = None,
 ) -> Run:
     """A Run with freshly initialised components and importance functions, on the host's device.
 
     Parameters are float32, or float64 for a float64 host. Initial values depend on ``seed`` alone, not on the device.
-    ``longest`` is the length in tokens that the importance functions are built for (default: the host's ``n_ctx``).
     """
     generator = torch.Generator().manual_seed(seed)
-    sites, longest = tuple(sites), longest or n_ctx(model)
-    dtype = torch.float64 if host_dtype(model) == torch.float64 else torch.float32
+    sites, longest, dtype = tuple(sites), n_ctx(model), _dtype(model)
 
     def normal(*shape: int, std: float) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype) * std
@@ -167,18 +187,16 @@ def new_run(
     components, functions = {}, {}
     for site in sites:
         components[site.name] = init_components(site, weight(model, site), C[site.name], init, generator)
-        functions[site.name] = importance.build(site, C[site.name], longest, normal)
-        components[site.name].to(host_device(model))
-        functions[site.name].to(host_device(model))
+        functions[site.name] = importance.build(site, C[site.name], longest, normal).to(host_device(model))
     run = Run(components, functions, importance, longest, fingerprint(model, sites))
     return run.requires_grad_(False)
 
 
 def load(path: str | Path, model: HookedTransformer) -> Run:
-    """Read the Run saved in the folder ``path`` for the host ``model``.
+    """Read the Run saved in the folder ``path`` (also a checkpoint of :func:`~tl_spd.train.decompose`) for the host ``model``.
 
     Raises:
-        StorageError: a missing or damaged file, a newer schema, tensors that do not fit the record.
+        StorageError: a missing or damaged file, another schema, tensors that do not fit the record.
         ValueError: the Run was made for other weights; the message names the first site that differs.
     """
     record, tensors = storage.read_folder(path)
@@ -190,15 +208,23 @@ def from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor], model:
     try:
         sites = [Site(**{key: value for key, value in entry.items() if key != "C"}) for entry in record["sites"]]
         C = {entry["name"]: entry["C"] for entry in record["sites"]}
+        if (kind := record["importance"]["kind"]) not in ImportanceSpec.registry:
+            raise ValueError(
+                f"its importance function {kind!r} is not known here; import the module that defines it first"
+            )
         importance = ImportanceSpec.from_json(record["importance"])
-        history, prints = pd.DataFrame(record["history"]), record["fingerprint"]
-        settings, longest = record["settings"], record["n_ctx"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise storage.StorageError(f"The record in {where} is damaged or incomplete ({error!r}).") from error
+        history, prints = pd.DataFrame(record["history"]), dict(record["fingerprint"])
+        settings, longest = dict(record["settings"]), record["n_ctx"]
+        if bad := [count for count in (longest, *C.values()) if not isinstance(count, int) or count < 1]:
+            raise ValueError(f"n_ctx and C must be at least 1, found {bad[0]!r}")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise storage.StorageError(f"The record in {where} is damaged or incomplete: {error!r}.") from error
     _check_host(model, sites, prints, where)
-    run = new_run(model, sites, C, importance, longest=longest)
+    run = _unfilled(model, sites, C, importance, longest, where)
+    run.fingerprint, run.settings, run.history = prints, settings, history
     _fill(run, tensors, where)
-    run.settings, run.history = settings, history
+    for module in run._modules().values():
+        module.to(host_device(model))
     return run
 
 
@@ -219,10 +245,34 @@ def _check_host(model: HookedTransformer, sites: Iterable[Site], prints: Mapping
         )
 
 
+def _unfilled(
+    model: HookedTransformer,
+    sites: list[Site],
+    C: Mapping[str, int],
+    importance: ImportanceSpec,
+    longest: int,
+    where: str,
+) -> Run:
+    """A Run of the recorded shapes in memory that nothing touches before the tensors have been found to fit."""
+    dtype = _dtype(model)
+
+    def empty(*shape: int, std: float = 0.0) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    try:
+        components = {s.name: Components(s, empty(s.d_in, C[s.name]), empty(C[s.name], s.d_out)) for s in sites}
+        functions = {s.name: importance.build(s, C[s.name], longest, empty) for s in sites}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise storage.StorageError(f"The record in {where} describes a Run that cannot be built: {error!r}.") from error
+    return Run(components, functions, importance, longest, {}).requires_grad_(False)
+
+
 def _fill(run: Run, tensors: Mapping[str, Tensor], where: str) -> None:
     wanted = run.tensors()
     if missing := sorted(set(wanted) - set(tensors)):
         raise storage.StorageError(f"The tensors in {where} lack {missing[0]!r} ({len(missing)} missing in all).")
+    if extra := sorted(name for name in set(tensors) - set(wanted) if not name.startswith(storage.TRAINING)):
+        raise storage.StorageError(f"The tensors in {where} hold {extra[0]!r}, which its record does not ask for.")
     for name, target in wanted.items():
         given = tensors[name]
         if given.shape != target.shape or given.dtype != target.dtype:

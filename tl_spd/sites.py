@@ -22,20 +22,24 @@ import fnmatch
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens import HookedTransformer as HookedTransformer
-from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as KeyValueCache
-from transformer_lens.hook_points import HookPoint
-from transformer_lens.utilities import get_attention_mask, get_offset_position_ids
-from transformer_lens.utilities.activation_functions import apply_softcap
+from transformer_lens import HookedTransformerConfig as HookedTransformerConfig
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as KeyValueCache  # noqa: F401
+from transformer_lens.hook_points import HookPoint as HookPoint
+from transformer_lens.utilities import get_attention_mask as get_attention_mask
+from transformer_lens.utilities import get_offset_position_ids
+from transformer_lens.utilities.activation_functions import apply_softcap as apply_softcap
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 KINDS = ("W_E", "W_pos", "W_Q", "W_K", "W_V", "W_O", "W_gate", "W_in", "W_out", "W_U")
 LOOKUPS = ("W_E", "W_pos")
-Hook = tuple[str, Callable[..., Tensor | None]]
+Hook = tuple[str | Callable[..., Any], Callable[..., Any]]
+"""What TransformerLens takes as a hook: a hook point's name (or a filter over names) and a function."""
 
 
 @dataclass(frozen=True)

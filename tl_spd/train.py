@@ -1,7 +1,8 @@
 """Training: ``decompose`` - settings, and one loop that reads from top to bottom.
 
 A step: original forward (no gradient) -> importances -> the terms' masked passes, evaluated together -> weighted sum -> one
-optimiser step on read, write and importance parameters. The host never receives gradients and never changes by a bit.
+optimiser step on read, write and importance parameters. The host never receives gradients and never changes by a bit. Losses
+and gradients are checked before the optimiser step, so that no parameter ever takes a value that is not finite.
 
 Before the first step the components alone are brought near the weights (faithfulness warm-up; without it some seeds fail).
 Randomness comes from generators seeded by ``seed``; a checkpoint holds their states, so that resuming is bit-exact on CPU.
@@ -9,11 +10,15 @@ Randomness comes from generators seeded by ``seed``; a checkpoint holds their st
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
@@ -23,15 +28,15 @@ from tqdm.auto import tqdm
 from tl_spd import storage
 from tl_spd.components import Init
 from tl_spd.data import Batches
-from tl_spd.engine import Engine
-from tl_spd.importance import ImportanceSpec, Vector
+from tl_spd.engine import Batch, Engine
+from tl_spd.importance import Importances, ImportanceSpec, Vector
 from tl_spd.losses import Faithfulness, LossTerm, ReconTerm, Step, host_weights, paper_losses
 from tl_spd.run import Run, from_record, new_run
 from tl_spd.sites import HookedTransformer, find_sites, host_device
 
 
 class NonFiniteLossError(FloatingPointError):
-    """A loss was not finite; the message names the step and the term."""
+    """A loss or a gradient was not finite; the message names the step and the term or the parameter."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,10 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.kind not in ("adam", "adamw"):
             raise ValueError(f"Optimizer: kind must be 'adam' or 'adamw', found {self.kind!r}.")
-        if self.lr < 0 or self.weight_decay < 0 or (self.clip is not None and self.clip <= 0):
+        if not (self.lr >= 0 and self.weight_decay >= 0 and (self.clip is None or self.clip > 0)):
             raise ValueError(f"Optimizer: lr and weight_decay must be at least 0 and clip above 0, found {self}.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"Optimizer: betas must be at least 0 and below 1, found {self.betas}.")
 
     def build(self, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The fused torch optimiser over ``parameters``."""
@@ -67,8 +74,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "cosine", "linear"):
             raise ValueError(f"Schedule: kind must be 'constant', 'cosine' or 'linear', found {self.kind!r}.")
-        if self.warmup < 0:
-            raise ValueError(f"Schedule: warmup must be at least 0, found {self.warmup}.")
+        if not (self.warmup >= 0 and self.final >= 0):
+            raise ValueError(f"Schedule: warmup and final must be at least 0, found {self.warmup} and {self.final}.")
 
     def factor(self, step: int, steps: int) -> float:
         """The factor at ``step`` (0 to ``steps`` - 1)."""
@@ -86,6 +93,10 @@ class FaithfulnessWarmup:
     steps: int = 1000
     tolerance: float = 1e-6
     lr: float = 1e-2
+
+    def __post_init__(self) -> None:
+        if not (self.steps >= 0 and self.tolerance >= 0 and self.lr >= 0):
+            raise ValueError(f"FaithfulnessWarmup: steps, tolerance and lr must be at least 0, found {self}.")
 
 
 @dataclass(frozen=True)
@@ -120,16 +131,24 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}.")
+        optional = {name: getattr(self, name) for name in ("batch_size", "max_rows") if getattr(self, name) is not None}
+        counts = {f"C[{key!r}]": C for key, C in self.C.items()} if isinstance(self.C, Mapping) else {"C": self.C}
+        for name, value in {"steps": self.steps, "log_every": self.log_every, **optional, **counts}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, found {value!r}.")
+        if self.init not in get_args(Init):
+            raise ValueError(f"init must be one of {get_args(Init)}, found {self.init!r}.")
         if not self.losses or not all(isinstance(term, LossTerm) for term in self.losses):
             raise ValueError(f"losses must be one or more loss terms such as spd.Recon(1.0), found {self.losses!r}.")
         names = [term.name for term in self.losses]
         if len(set(names)) < len(names):
             raise ValueError(f"Every loss term may be given once, found {names}.")
-        if not isinstance(self.importance, ImportanceSpec):
-            raise TypeError(f"importance must be a specification such as spd.Vector(d_gate=8), found {self.importance!r}.")
+        if not isinstance(self.importance, ImportanceSpec) or not is_dataclass(self.importance):
+            raise TypeError(f"importance must be a specification such as spd.Vector(), found {self.importance!r}.")
+        try:
+            json.dumps(self.plain(), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Settings are saved with the Run and must be finite plain values: {error}.") from error
 
     def plain(self) -> dict[str, Any]:
         """The settings as plain values for JSON, each term and function with its class name."""
@@ -142,8 +161,6 @@ class Settings:
         """``C`` of every site; in a dict of patterns the last one that matches holds."""
         if isinstance(self.C, int):
             return dict.fromkeys(names, self.C)
-        import fnmatch
-
         found: dict[str, int] = {}
         for pattern, count in self.C.items():
             matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
@@ -162,6 +179,7 @@ def _listed(value: Any) -> Any:
     return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
+@torch.enable_grad()  # notebooks switch gradients off for the whole session
 def decompose(
     model: HookedTransformer,
     data: Any,
@@ -180,194 +198,202 @@ def decompose(
     """Decompose weights of ``model`` into rank-1 subcomponents that explain it on ``data``.
 
     Args:
-        data: a token tensor ``[batch, pos]``, an iterable of batches, or a function ``(step, generator) -> batch``. A batch
-            is a token tensor or a pair ``(tokens, attention_mask)``; the generator is on the CPU.
+        data: a token tensor ``[batch, pos]`` or a tuple ``(tokens, attention_mask)``, an iterable of batches, or a function
+            ``(step, generator) -> batch``. A batch is either of the first two; the generator is on the CPU.
         losses: default ``paper_losses("gpt2")``.
-        out: a folder; the Run is saved there, and checkpoints in ``out/checkpoint`` every ``checkpoint_every`` steps.
-        resume: continue from ``out/checkpoint`` if there is one; its settings must be the same.
+        out: a folder for the Run, and for checkpoints every ``checkpoint_every`` steps and on KeyboardInterrupt.
+        resume: continue from ``out/checkpoint`` if there is one. Settings and data must be the same.
         settings: further fields of :class:`Settings`.
 
     Returns:
         The Run, its history with one row per logged step (losses before coefficients; L0 is the mean number of
-        subcomponents above 0 per token, summed over sites).
+        subcomponents above 0 per real token, summed over sites).
 
     Raises:
         ValueError, TypeError: wrong settings, patterns or data, before training starts.
-        NonFiniteLossError: a loss was not finite; the last good checkpoint is kept.
+        NonFiniteLossError: a loss or gradient was not finite; the last checkpoint is kept.
     """
-    chosen = Settings(
-        sites if isinstance(sites, str) else tuple(sites),
-        C,
-        importance,
-        paper_losses("gpt2") if losses is None else tuple(losses),
-        steps,
-        **settings,
-    )
-    if (resume or checkpoint_every) and out is None:
-        raise ValueError("checkpoint_every= and resume= need a folder: pass out=.")
-    trainer = _Trainer(model, chosen, Batches(data, model, chosen.batch_size))
-    folder = None if out is None else Path(out) / "checkpoint"
-    if not (resume and folder is not None and trainer.restore(folder)):
-        trainer.warm_up(progress)
-    trainer.run.requires_grad_(True)
-    try:
-        for step in _shown(trainer, range(trainer.step, steps), progress):
-            batch = trainer.engine.observe(*trainer.batches(step, trainer.data_generator))
-            importances = trainer.engine.importances(batch)
-            losses_now = trainer.losses(batch, importances)
-            trainer.update(losses_now)
-            if (step + 1) % chosen.log_every == 0 or step + 1 == steps:
-                trainer.log(importances)
-            if folder is not None and checkpoint_every and ((step + 1) % checkpoint_every == 0 or step + 1 == steps):
-                trainer.save(folder)
-    finally:
-        trainer.run.requires_grad_(False)
-    trainer.run.history = pd.DataFrame(trainer.history)
+    if unknown := set(settings) - {entry.name for entry in fields(Settings)}:
+        raise TypeError(f"decompose has no settings {sorted(unknown)}; spd.Settings lists those there are.")
+    sites = sites if isinstance(sites, str) else tuple(sites)
+    terms = paper_losses("gpt2") if losses is None else tuple(losses)
+    chosen = Settings(sites, C, importance, terms, steps, **settings)
+    batches = Batches(data, model, chosen.batch_size)
+    found = find_sites(model, sites)
+    fresh = (found, chosen.counts([site.name for site in found]), importance, chosen.init, chosen.seed)
+    folder = _checkpoint_folder(out, checkpoint_every, resume)
+    saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
+    run = from_record(*saved, model, str(folder)) if saved else new_run(model, *fresh)
+    trainer = _Trainer(model, run, chosen)
+    with trainer.training(folder):
+        trainer.restore(*saved, str(folder)) if saved else trainer.warm_up(progress)
+        with tqdm(total=steps, initial=trainer.step, desc="decompose", disable=not progress) as bar:
+            for step in range(trainer.step, steps):
+                batch = trainer.engine.observe(*batches(step, trainer.data_generator))
+                importances = trainer.engine.importances(batch)
+                trainer.update(trainer.losses(batch, importances), importances)
+                bar.update()
+                if trainer.due(chosen.log_every):
+                    bar.set_postfix(trainer.history[-1])
+                if folder is not None and trainer.due(checkpoint_every):
+                    trainer.save(folder)
     if out is not None:
-        trainer.run.save(out)
-    return trainer.run
+        run.save(out)
+    return run
 
 
-def _shown(trainer: _Trainer, steps: range, progress: bool) -> Iterator[int]:
-    with tqdm(steps, disable=not progress, initial=steps.start, total=steps.stop, desc="decompose") as bar:
-        trainer.bar = bar
-        yield from bar
+def _checkpoint_folder(out: str | Path | None, checkpoint_every: int | None, resume: bool) -> Path | None:
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be at least 1, found {checkpoint_every}.")
+    if out is None and (resume or checkpoint_every):
+        raise ValueError("checkpoint_every= and resume= need a folder: pass out=.")
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)  # now, while nothing is lost if it cannot be made
+    return None if out is None else Path(out) / "checkpoint"
+
+
+def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """The checkpoint to continue from, or None. One that must not be lost, or was made with other settings, is refused."""
+    if not storage.holds_record(folder):
+        return None
+    record, tensors = storage.read_folder(folder)
+    now, then, step = settings.plain(), record.get("settings"), record.get("step")
+    if not isinstance(then, dict) or not isinstance(step, int):
+        raise storage.StorageError(f"{folder} holds no training state; it is no checkpoint of spd.decompose.")
+    if not resume and step != then.get("steps"):
+        raise ValueError(
+            f"{folder} holds a decomposition that stopped at step {step} of {then.get('steps')}. Pass resume=True to continue it, "
+            "or another out=, or remove that folder."
+        )
+    if not resume:
+        storage.discard(folder)  # of a finished training, which would be taken for this one's later
+        return None
+    if changed := {key: (then.get(key), now.get(key)) for key in {**now, **then} if then.get(key) != now.get(key)}:
+        raise ValueError(f"The checkpoint in {folder} was made with other settings (then, now): {changed}.")
+    return record, tensors
 
 
 class _Trainer:
     """The moving parts of one training: parameters, optimiser, generators, history."""
 
-    def __init__(self, model: HookedTransformer, settings: Settings, batches: Batches):
-        self.model, self.settings, self.batches = model, settings, batches
-        sites = find_sites(model, settings.sites)
-        counts = settings.counts([site.name for site in sites])
-        self.run = new_run(model, sites, counts, settings.importance, settings.init, settings.seed)
-        self.run.settings = settings.plain()
-        self._attach()
+    def __init__(self, model: HookedTransformer, run: Run, settings: Settings):
+        self.run, self.settings = run, settings
+        run.settings = settings.plain()
+        self.engine = Engine(model, run, settings.last_token_only, settings.max_rows)
+        self.weights = host_weights(model, run)
+        self.parameters = run.named_parameters()
+        self.optimizer = settings.optimizer.build(list(self.parameters.values()))
+        self.coeffs = self.optimizer.param_groups[0]["params"][0].new_tensor([term.coeff for term in settings.losses])
         self.data_generator = torch.Generator().manual_seed(settings.seed + 1)
         self.mask_generator = torch.Generator(host_device(model)).manual_seed(settings.seed + 2)
         self.history: list[dict[str, float]] = []
-        self.recent: list[Tensor] = []
         self.step = 0
-        self.bar: Any = None
+        self.whole: dict[str, Tensor] | None = None
+        """The generators' states behind the last complete step; None while the parameters are between two steps."""
 
-    def _attach(self) -> None:
-        settings = self.settings
-        self.engine = Engine(self.model, self.run, settings.last_token_only, settings.max_rows)
-        self.weights = host_weights(self.model, self.run)
-        self.optimizer = settings.optimizer.build(self.run.parameters())
+    @contextmanager
+    def training(self, folder: Path | None) -> Iterator[None]:
+        """Gradients on inside; an interrupt that leaves a complete step behind writes it to ``folder``."""
+        self.run.requires_grad_(True)
+        try:
+            yield
+        except KeyboardInterrupt:
+            if folder is not None and self.whole is not None:
+                self.save(folder)
+            raise
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.run.requires_grad_(False)
+            self.run.history = pd.DataFrame(self.history)
 
     def warm_up(self, progress: bool) -> None:
         """Bring the components near the host's weights before anything else is asked of them."""
         settings = self.settings.warmup
         parameters = [p for parts in self.run.components.values() for p in parts.parameters()]
-        self.run.requires_grad_(True)
         optimizer = torch.optim.Adam(parameters, lr=settings.lr, fused=True)
-        step = Step(self.run, None, self.weights, 0.0, self.mask_generator, None)  # type: ignore[arg-type]
-        try:
-            for _ in tqdm(range(settings.steps), disable=not progress, desc="faithfulness warm-up", leave=False):
-                loss = Faithfulness().value(step)
-                if loss.item() < settings.tolerance:
-                    break
-                for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                    parameter.grad = grad
-                optimizer.step()
-        finally:
-            for parameter in parameters:
-                parameter.grad = None
-            self.run.requires_grad_(False)
+        context = Step(self.run, Importances({}), self.weights, 0.0, self.mask_generator, lambda passes: torch.zeros(0))
+        for step in tqdm(range(settings.steps), "faithfulness warm-up", disable=not progress, leave=False):
+            loss = Faithfulness().value(context)
+            if not math.isfinite(loss.item()):
+                raise NonFiniteLossError(f"Step {step} of the faithfulness warm-up: Faithfulness was not finite.")
+            if loss.item() < settings.tolerance:
+                break
+            for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = grad
+            optimizer.step()
+        self.whole = self._generator_states()
 
-    def losses(self, batch: Any, importances: Any) -> Tensor:
+    def losses(self, batch: Batch, importances: Importances) -> Tensor:
         """The value of every term before its coefficient, ``[term]``; reconstruction terms are evaluated together."""
-        steps = max(1, self.settings.steps - 1)
-        context = Step(
-            self.run,
-            importances,
-            self.weights,
-            self.step / steps,
-            self.mask_generator,
-            lambda passes: self.engine.kl(batch, passes, importances),
-        )
+        progress = self.step / max(1, self.settings.steps - 1)
+        kl = partial(self.engine.kl, batch, importances=importances)
+        context = Step(self.run, importances, self.weights, progress, self.mask_generator, kl)
         values: dict[str, Tensor] = {}
         together = [term for term in self.settings.losses if type(term).value is ReconTerm.value]
         passes = [term.passes(importances, self.mask_generator) for term in together]
         if together:
-            kl = context.kl([entry for group in passes for entry in group])
-            for term, part in zip(together, kl.split([len(group) for group in passes]), strict=True):
+            every = kl([entry for group in passes for entry in group])
+            for term, part in zip(together, every.split([len(group) for group in passes]), strict=True):
                 values[term.name] = part.mean()
         for term in self.settings.losses:
             if term.name not in values:
                 values[term.name] = term.value(context)
-        return torch.stack([values[term.name].to(torch.float32) for term in self.settings.losses])
+        return torch.stack([values[term.name].to(self.coeffs.dtype) for term in self.settings.losses])
 
-    def update(self, values: Tensor) -> None:
-        """One optimiser step on the weighted sum."""
-        coeffs = torch.tensor([term.coeff for term in self.settings.losses], device=values.device)
-        total = values @ coeffs
+    def due(self, every: int | None) -> bool:
+        """Whether the step just made is the last one or a multiple of ``every``."""
+        return every is not None and (self.step % every == 0 or self.step == self.settings.steps)
+
+    def update(self, values: Tensor, importances: Importances) -> None:
+        """One optimiser step on the weighted sum of ``values``, and the history's new row where one is due."""
+        settings, total = self.settings, values @ self.coeffs
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.optimizer.lr * self.settings.schedule.factor(self.step, self.settings.steps)
+            group["lr"] = settings.optimizer.lr * settings.schedule.factor(self.step, settings.steps)
         self.optimizer.zero_grad(set_to_none=True)
         total.backward()
-        if self.settings.optimizer.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.run.parameters(), self.settings.optimizer.clip)
+        numbers = self._finite(total.detach(), values.detach())
+        if settings.optimizer.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.optimizer.clip)
+        self.whole = None
         self.optimizer.step()
-        self.recent.append(torch.cat([total.detach()[None], values.detach()]))
         self.step += 1
+        if self.due(settings.log_every):
+            self.history.append({"step": self.step, **numbers, "L0": mean_l0(importances)})
+        self.whole = self._generator_states()
 
-    def log(self, importances: Mapping[str, Tensor]) -> None:
-        """One copy from the device: check that all recent losses were finite, add a row, show it."""
+    def _finite(self, total: Tensor, values: Tensor) -> dict[str, float]:
+        """``total`` and ``values`` as numbers; an error if one of them or of the gradients is not finite."""
         names = ["loss", *(term.name for term in self.settings.losses)]
-        active = torch.stack([(g.detach() > 0).sum(-1).float().mean() for g in importances.values()]).sum()
-        table = torch.stack(self.recent)
-        rows = torch.cat([table, active.expand(len(table), 1)], dim=1).cpu()
-        if not bool(torch.isfinite(rows).all()):
-            first = int((~torch.isfinite(rows)).any(1).nonzero()[0])
-            bad = [name for name, value in zip(names, rows[first].tolist(), strict=False) if not math.isfinite(value)]
+        grads = {name: p.grad.norm() for name, p in self.parameters.items() if p.grad is not None}
+        found = torch.stack([total, *values, *grads.values()]).tolist()  # the step's one copy from the device
+        everything = dict(zip([*names, *(f"the gradient of {name}" for name in grads)], found, strict=True))
+        if bad := [name for name, value in everything.items() if not math.isfinite(value)]:
+            terms = [name for name in bad if name in names[1:]]
             raise NonFiniteLossError(
-                f"Step {self.step - len(rows) + first}: {', '.join(bad[1:] or bad)} was not finite. The last checkpoint, if "
-                "any, is from before. Try a smaller learning rate or clip=1.0 in the optimizer."
+                f"Step {self.step}: {', '.join(terms or bad[:1])} was not finite. The last checkpoint, if any, is from before. "
+                "Try a smaller learning rate, a smaller coefficient or clip=1.0 in the optimizer."
             )
-        self.recent.clear()
-        self.history.append({"step": self.step, **dict(zip([*names, "L0"], rows[-1].tolist(), strict=True))})
-        if self.bar is not None:
-            self.bar.set_postfix({name: f"{value:.2g}" for name, value in list(self.history[-1].items())[1:]})
+        return {name: everything[name] for name in names}
+
+    def _generator_states(self) -> dict[str, Tensor]:
+        return {"data": self.data_generator.get_state(), "mask": self.mask_generator.get_state()}
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint: the Run, the optimiser's and the generators' states."""
-        if self.recent:
-            return_rows = torch.stack(self.recent)
-            if not bool(torch.isfinite(return_rows).all()):
-                return  # the next log names the step; the last good checkpoint stays
-        tensors = self.run.tensors()
-        for index, state in self.optimizer.state_dict()["state"].items():
-            tensors.update({f"optimizer/{index}/{key}": value for key, value in state.items()})
-        for name, value in (("data", self.data_generator), ("mask", self.mask_generator)):
-            tensors[f"generator/{name}"] = value.get_state()
-        for index, row in enumerate(self.recent):
-            tensors[f"recent/{index:06d}"] = row
-        record = self.run.record() | {"step": self.step, "rows": self.history}
-        storage.write_folder(folder, record, tensors)
+        """Write a checkpoint of the last complete step: the Run, the optimiser's and the generators' states."""
+        assert self.whole is not None
+        self.run.history = pd.DataFrame(self.history)
+        tensors = self.run.tensors() | storage.pack_training(self.optimizer, self.whole)
+        storage.write_folder(folder, self.run.record() | {"step": self.step}, tensors)
 
-    def restore(self, folder: Path) -> bool:
-        """Continue from the checkpoint in ``folder``; False if there is none."""
-        if not (folder / storage.RECORD).exists():
-            return False
-        record, tensors = storage.read_folder(folder)
-        now, then = self.settings.plain(), record["settings"]
-        if now != then:
-            changed = {key: (then.get(key), now[key]) for key in now if then.get(key) != now[key]}
-            raise ValueError(f"The checkpoint in {folder} was made with other settings (then, now): {changed}.")
-        self.run = from_record(record, tensors, self.model, str(folder))
-        self._attach()
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            if name.startswith("optimizer/"):
-                _, index, key = name.split("/")
-                state.setdefault(int(index), {})[key] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.data_generator.set_state(tensors["generator/data"])
-        self.mask_generator.set_state(tensors["generator/mask"])
-        self.recent = [tensors[name].to(host_device(self.model)) for name in sorted(tensors) if name.startswith("recent/")]
-        self.history, self.step = record["rows"], record["step"]
-        return True
+    def restore(self, record: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
+        """Take up the training state of the checkpoint that was read from ``where``."""
+        generators = {"data": self.data_generator, "mask": self.mask_generator}
+        storage.unpack_training(tensors, self.optimizer, generators, where)
+        self.step, self.history = record["step"], self.run.history.to_dict("records")
+        self.whole = self._generator_states()
+
+
+def mean_l0(importances: Importances) -> float:
+    """Mean number of subcomponents above 0 per real token, summed over sites."""
+    active = torch.stack([(g.detach() > 0).sum(-1) for g in importances.values()]).sum(0)
+    return float((active if importances.real is None else active[importances.real]).float().mean())

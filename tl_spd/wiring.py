@@ -12,7 +12,6 @@ The second half of what knows TransformerLens (names come from ``sites``). Three
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,7 +74,7 @@ class Reader:
         handle = point.register_forward_hook(keep)
 
         def go_last(*_: object) -> None:  # a hook added later may change the value: read behind it
-            point._forward_hooks.move_to_end(handle.id)
+            point._forward_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
 
         self._handles += [handle, point.register_forward_pre_hook(go_last)]
 
@@ -122,7 +121,7 @@ def read_hooks(
     return hooks
 
 
-def _keep(inputs: dict[str, Tensor], sites: Sequence[Site], norm: nn.Module | None = None) -> Callable[..., None]:
+def _keep(inputs: dict[str, Tensor], sites: Sequence[Site], norm: Any = None) -> Callable[..., None]:
     def keep(value: Tensor, hook: HookPoint) -> None:
         if norm is not None:  # hook_normalized shows the value before the norm's own gain and bias
             value = value.to(norm.cfg.dtype)
@@ -210,7 +209,9 @@ def write_point(model: HookedTransformer, site: Site) -> str:
     return f"blocks.{site.layer}.{point}" if site.name.startswith("blocks.") else point
 
 
-def write_hook(model: HookedTransformer, site: Site, produce: Callable[[Tensor], Tensor | None]) -> Hook:
+def write_hook(
+    model: HookedTransformer, site: Site, produce: Callable[[Tensor], Tensor | None]
+) -> tuple[str, Callable[..., Tensor | None]]:
     """A hook function that replaces ``site``'s output ``y`` by ``produce(y)``, or leaves it where that is None."""
     name = write_point(model, site)
 
@@ -225,28 +226,28 @@ def _writes_first(point: HookPoint, _: tuple) -> None:
     """Before a hook point is used: writing hooks to the front in the order of installation (the innermost wins)."""
     for handle in reversed(point.fwd_hooks):
         if getattr(handle.user_hook, "tl_spd_write", False) and handle.hook.id in point._forward_hooks:
-            point._forward_hooks.move_to_end(handle.hook.id, last=False)
+            point._forward_hooks.move_to_end(handle.hook.id, last=False)  # type: ignore[attr-defined]
 
 
 @dataclass
 class HookSet:
     """Hooks that this package put on a host: permanent for TransformerLens, run before everybody else's."""
 
-    _placed: list[tuple[str, HookPoint, Any, RemovableHandle]] = field(default_factory=list)
+    _placed: list[tuple[HookPoint, Any, RemovableHandle]] = field(default_factory=list)
 
-    def add(self, model: HookedTransformer, hook: Hook) -> None:
+    def add(self, model: HookedTransformer, name: str, function: Callable[..., Tensor | None]) -> None:
         """Add a writing hook."""
-        point = model.hook_dict[hook[0]]
-        point.add_hook(hook[1], is_permanent=True)
-        self._placed.append((hook[0], point, point.fwd_hooks[-1], point.register_forward_pre_hook(_writes_first)))
+        point = model.hook_dict[name]
+        point.add_hook(function, is_permanent=True)
+        self._placed.append((point, point.fwd_hooks[-1], point.register_forward_pre_hook(_writes_first)))
 
     def missing(self) -> list[str]:
         """Names of hook points from which somebody else has removed our hook."""
-        return [name for name, point, handle, _ in self._placed if handle.hook.id not in point._forward_hooks]
+        return [str(point.name) for point, handle, _ in self._placed if handle.hook.id not in point._forward_hooks]
 
     def remove(self) -> None:
         """Remove exactly the hooks that were added."""
-        for _, point, handle, order in self._placed:
+        for point, handle, order in self._placed:
             handle.hook.remove()
             order.remove()
             point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
@@ -259,18 +260,14 @@ class HookSet:
 def make_twin(model: HookedTransformer) -> HookedTransformer:
     """A copy of ``model``'s structure: no hooks, the same weight storage, no gradients, input-splitting flags off."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    memo |= {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in model.parameters()}
     for module in model.modules():
         for table, value in vars(module).items():
-            if table.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and value:
-                memo[id(value)] = [] if isinstance(value, list) else OrderedDict()
-        if isinstance(module, HookPoint):
-            memo[id(module.ctx)] = {}
+            if value and (table.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) or table == "ctx"):
+                memo[id(value)] = type(value)()
     cfg = copy.copy(model.cfg)
     cfg.use_split_qkv_input = cfg.use_attn_in = cfg.use_attn_result = cfg.use_hook_mlp_in = False
-    memo[id(model.cfg)] = cfg
-    memo[id(model.tokenizer)] = model.tokenizer
+    memo |= {id(model.cfg): cfg, id(model.tokenizer): model.tokenizer}
     twin = copy.deepcopy(model, memo)
     vars(twin).pop("forward", None)  # what stands in for the method while a Run is installed
     return twin
@@ -331,7 +328,7 @@ def observe(twin: HookedTransformer, sites: Sequence[Site], *args: Any, **kwargs
     """
     if kwargs.get("stop_at_layer") is None:
         kwargs["return_type"] = "logits" if any(site.kind == "W_U" for site in sites) else None
-    reader, starts = Reader(twin, sites), {}
+    reader, starts = Reader(twin, sites), dict[int, Start]()
     handles = watch_starts(twin, starts)
     try:
         output = twin(*args, **kwargs)

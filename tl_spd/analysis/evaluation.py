@@ -15,17 +15,10 @@ from torch import Tensor
 
 from tl_spd.analysis.activity import l0
 from tl_spd.engine import Engine
-from tl_spd.losses import Faithfulness, Step, StochasticRecon, StochasticReconLayerwise, host_weights
+from tl_spd.losses import StochasticRecon, StochasticReconLayerwise, faithfulness, host_weights
 from tl_spd.masks import Pass, rounded_mask
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer
-
-
-def faithfulness(model: HookedTransformer, run: Run) -> float:
-    """Mean squared difference between all decomposed weights and what their subcomponents sum to."""
-    with torch.no_grad():
-        step = Step(run, None, host_weights(model, run), 1.0, torch.Generator(), None)  # type: ignore[arg-type]
-        return Faithfulness().value(step).item()
 
 
 @torch.no_grad()
@@ -59,7 +52,7 @@ def evaluate(
     }
     for threshold in thresholds:
         joint[f"rounded@{threshold:g}"] = [Pass({name: rounded_mask(value, threshold) for name, value in g.items()})]
-    rows: list[tuple[str, str, float]] = [("faithfulness", "all", faithfulness(model, run))]
+    rows: list[tuple[str, str, float]] = [("faithfulness", "all", faithfulness(run, host_weights(model, run)).item())]
     rows += [(metric, "all", engine.kl(batch, passes, g).mean().item()) for metric, passes in joint.items()]
     alone = engine.kl(batch, [Pass({name: value}) for name, value in g.items()], g)
     sampled = engine.kl(batch, StochasticReconLayerwise(samples=samples).passes(g, generator), g)

@@ -167,7 +167,10 @@ def measure(model: HookedTransformer, run: Run, task: InductionTask, sequences: 
 
 
 def run_induction(
-    settings: InductionSettings, out: str | Path | None = None, progress: bool = True, target: TargetResult | None = None
+    settings: InductionSettings,
+    out: str | Path | None = None,
+    progress: bool = True,
+    target: TargetResult | None = None,
 ) -> InductionResult:
     """Train the target (unless given), decompose it, make the tables; write everything to ``out`` if given."""
     started = time.perf_counter()

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from tqdm.auto import tqdm
-from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+from tl_spd.sites import HookedTransformer, HookedTransformerConfig
 
 HELD_OUT_SEED = 7_919  # added to the training seed, so that held-out sequences are other ones
 TRAIN_SEED = 1_000_003
@@ -253,9 +254,7 @@ def attention_of_circuit(
 
 
 @torch.no_grad()
-def accuracy_of_target(
-    model: HookedTransformer, task: InductionTask, n: int, generator: torch.Generator
-) -> float:
+def accuracy_of_target(model: HookedTransformer, task: InductionTask, n: int, generator: torch.Generator) -> float:
     """Share (0..1) of `n` fresh sequences whose most likely next token is the answer."""
     tokens, answers, _ = task.sample(n, generator)
     return (model(tokens)[:, -1].argmax(-1) == answers).float().mean().item()

@@ -1,0 +1,63 @@
+"""The induction experiment end to end on a small task: real code, few steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tl_spd as spd
+from tl_spd.experiments.induction import InductionSettings, named_positions, run_induction
+from tl_spd.experiments.induction_target import InductionTask, TargetSettings
+
+
+def test_named_positions_part_every_sequence() -> None:
+    task = InductionTask(vocab=5, length=6)
+    tokens, answers, s1 = task.sample(50, torch.Generator().manual_seed(0))
+    named = named_positions(task, s1)
+    assert (sum(where.long() for where in named.values()) == 1).all()
+    assert (tokens[named["s1"]] == task.s_token).all()
+    assert torch.equal(tokens[named["m"]], answers)
+    assert torch.equal(named["s2"].nonzero()[:, 1], torch.full((50,), 5))
+
+
+@pytest.mark.parametrize("name", ["quick", "cpu", "paper"])
+def test_presets_carry_the_papers_settings(name: str) -> None:
+    settings = InductionSettings.preset(name, seed=3)
+    assert (settings.C, settings.importance, settings.task) == (100, spd.Attention(d_gate=16), InductionTask())
+    coefficients = {term.name: term.coeff for term in settings.losses}
+    paper = {term.name: term.coeff for term in spd.paper_losses("induction")}
+    assert {key: coefficients[key] for key in paper} == paper
+    assert (settings.seed, settings.target.seed) == (3, 3)
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ValueError, match="No preset 'slow'"):
+        InductionSettings.preset("slow")
+
+
+def test_a_small_run_writes_everything_and_can_be_read_again(tmp_path: Path) -> None:
+    settings = replace(
+        InductionSettings.preset("quick"),
+        task=InductionTask(vocab=6, length=8),
+        target=TargetSettings(steps=30, batch_size=8, log_every=10),
+        C=5,
+        steps=4,
+        batch_size=4,
+    )
+    result = run_induction(settings, tmp_path, progress=False)
+    assert result.active_table().columns.tolist() == ["s1", "m", "s2", "random"]
+    assert set(result.unique.site) == {f"blocks.{layer}.attn.W_{kind}" for layer in (0, 1) for kind in "QKV"}
+    metrics = set(result.metrics.metric)
+    assert {"faithfulness", "recon", "layerwise", "stochastic_layerwise", "attention_kl", "rounded@0"} <= metrics
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    assert saved["target"]["accuracy"] == result.target.accuracy
+    assert "Unique subcomponents" in (tmp_path / "tables.md").read_text()
+    weights = load_file(tmp_path / "target.safetensors")
+    assert torch.equal(weights["embed.W_E"], result.target.model.embed.W_E)
+    again = spd.load(tmp_path / "run", result.target.model)
+    assert all(torch.equal(value, again.tensors()[name]) for name, value in result.run.tensors().items())
