@@ -161,6 +161,8 @@ def test_a_gpt2_folder_gives_the_logits_of_transformers(settings: dict[str, Any]
 
 def test_in_float64_a_gpt2_agrees_to_float64_rounding() -> None:
     hf_model = tiny_gpt2().double()
+    for parameter in hf_model.parameters():
+        parameter.data.mul_(1 + 1e-10)  # no longer numbers that float32 can hold
     model = hosts.from_hf_model(hf_model, dtype=torch.float64)
     assert model.W_E.dtype == torch.float64
     assert torch.equal(model.W_E, hf_model.transformer.wte.weight)
@@ -444,6 +446,8 @@ def test_a_gpt2_gguf_gives_the_logits_of_the_model_written(tied: bool, tmp_path:
     assert (model.cfg.n_ctx, model.cfg.d_mlp, model.cfg.d_vocab) == (64, 40, VOCAB)
     assert model.cfg.model_name == "tiny"
     assert model.tokenizer is None
+    coarse = hosts.from_gguf(tmp_path / "tiny.gguf", dtype=torch.bfloat16)
+    assert torch.equal(coarse.W_E, model.W_E.to(torch.bfloat16))
     assert hosts.processing_of(model) == "none"
 
 
@@ -465,7 +469,10 @@ def test_a_gpt2_gguf_gives_the_logits_of_the_model_written(tied: bool, tmp_path:
 def test_what_transformers_reads_past_in_a_gguf_is_refused(
     arch: str, fields: dict[str, Any], tensors: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    path = write_gguf(tmp_path / "x.gguf", arch, fields, dict.fromkeys(("token_embd.weight", *tensors), torch.ones(4)))
+    sizes = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
+    small = dict.fromkeys((*sizes, "vocab_size"), 8)  # were it not refused, it should not load a model of default size
+    content = dict.fromkeys(("token_embd.weight", *tensors), torch.ones(8))
+    path = write_gguf(tmp_path / "x.gguf", arch, small | fields, content)
     with pytest.raises(NotImplementedError, match=rf"Asked for the GGUF file .*x\.gguf.*Found: .*{message}"):
         hosts.from_gguf(path)
 

@@ -84,8 +84,7 @@ def from_name(
             f"{asked} no name TransformerLens knows (close: {', '.join(close) or 'none'}), folder or *.gguf. "
             "Use a known name like 'gpt2', or a model's files: from_hf_folder, from_gguf, load_host."
         )
-    cls = HookedTransformer
-    load = cls.from_pretrained if processing else cls.from_pretrained_no_processing
+    load = HookedTransformer.from_pretrained if processing else HookedTransformer.from_pretrained_no_processing
     try:
         with warnings.catch_warnings():  # "is deprecated": this library requires transformer-lens < 4
             warnings.filterwarnings("ignore", "HookedTransformer", DeprecationWarning)
@@ -160,15 +159,15 @@ def _from_files(
     read: dict[str, Any] = {"local_files_only": True, **(where or {})}
     hf_config = AutoConfig.from_pretrained(folder, **read, **(shape or {}))
     family.cfg_fields(hf_config)  # refuses unsupported settings, likewise
-    read_model: Any = AutoModelForCausalLM.from_pretrained
-    how = {"dtype": options.get("dtype", torch.float32), "config": hf_config, "output_loading_info": True, **read}
-    hf_model, report = read_model(folder, ignore_mismatched_sizes=True, **how)
+    if has_tokenizer and options.get("tokenizer") is None:
+        options["tokenizer"] = AutoTokenizer.from_pretrained(folder, **read)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    read |= {"dtype": options.get("dtype", torch.float32), "config": hf_config, "output_loading_info": True}
+    hf_model, report = load(folder, ignore_mismatched_sizes=True, **read)
     # transformers fills what is missing with random numbers and drops what it has no place for.
     wrong = {key: report[f"{key}_keys"] for key in ("missing", "unexpected", "mismatched")}
     if any(wrong.values()):
         raise ValueError(f"{asked} weights not those of {family.architecture}: {wrong}. Complete the files.")
-    if has_tokenizer and options.get("tokenizer") is None:
-        options["tokenizer"] = AutoTokenizer.from_pretrained(folder, **read)
     return from_hf_model(hf_model, **options)
 
 
@@ -237,7 +236,8 @@ def from_hf_model(
     if check:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(cfg.d_vocab, (1, min(32, cfg.n_ctx)), generator=generator)
-        reference = hf if hf.dtype in fine else copy.deepcopy(hf).float()
+        # For a model from a GGUF file, transformers refuses hf.float().
+        reference = hf if hf.dtype in fine else nn.Module.float(copy.deepcopy(hf))
         check_against_transformers(model, reference, tokens, tolerance=CHECK_TOLERANCE)
     if cfg.dtype != dtype:
         model.to(dtype, print_details=False)

@@ -1,0 +1,140 @@
+"""Speed of a training step: the engine against the plain sequential version. ``python -m benchmarks.step``.
+
+Both draw the same kinds of masks, make the same losses and gradients and take one Adam step; they alternate in one process.
+The floor is the step's matmul work (importance functions forward and backward, masked sites forward and backward) at the
+matmul rate measured here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+import torch
+import tyro
+
+import tl_spd as spd
+from benchmarks.common import alternate, markdown, publish
+from benchmarks.plain import plain_step
+from tl_spd.engine import Engine
+from tl_spd.experiments.induction_target import InductionTask, build_target
+from tl_spd.losses import Step, host_weights
+from tl_spd.run import Run, new_run
+from tl_spd.sites import HookedTransformer, HookedTransformerConfig, find_sites
+
+
+@dataclass
+class Arguments:
+    """Which cases are timed."""
+
+    rounds: int = 7
+    gpt2: bool = True
+    """Also GPT-2-small shapes with random weights, all 72 sites (slow: minutes)."""
+
+
+def gemm_rate() -> float:
+    """Floating-point operations per second of a large float32 matmul on this machine."""
+    a, b = torch.randn(4096, 512), torch.randn(512, 1600)
+    a @ b
+    started = time.perf_counter()
+    for _ in range(20):
+        a @ b
+    return 20 * 2 * 4096 * 512 * 1600 / (time.perf_counter() - started)
+
+
+def floor_flops(run: Run, tokens: int, masked: dict[str, int]) -> float:
+    """Matmul operations of one step: gates and masked sites, forward and backward (twice the forward)."""
+    gates = 0
+    for name, function in run.functions.items():
+        per_token = sum(p.numel() for key, p in function.named_parameters() if p.ndim > 1 and "absolute" not in key)
+        gates += 2 * per_token * tokens
+        parts = run.components[name]
+        gates += 2 * tokens * masked[name] * (parts.read.numel() + parts.write.numel())
+    return 3.0 * gates
+
+
+def make_steps(
+    model: HookedTransformer,
+    run: Run,
+    terms: tuple[spd.LossTerm, ...],
+    sample: Callable[[], torch.Tensor],
+    last_token_only: bool,
+) -> dict[str, Callable[[], Any]]:
+    """One training step of each version, on the same parameters."""
+    engine, weights = Engine(model, run, last_token_only), host_weights(model, run)
+    generator = torch.Generator().manual_seed(0)
+    run.requires_grad_(True)
+    optimizer = torch.optim.Adam(run.parameters(), lr=0.0, fused=True)
+
+    def ours() -> None:
+        batch = engine.observe(sample())
+        found = engine.importances(batch)
+        step = Step(run, found, weights, 0.5, generator, lambda passes: engine.kl(batch, passes, found))
+        groups = {t.name: t.passes(found, generator) for t in terms if isinstance(t, spd.ReconTerm)}
+        kl = engine.kl(batch, [entry for group in groups.values() for entry in group], found)
+        parts = dict(zip(groups, kl.split([len(group) for group in groups.values()]), strict=True))
+        total = sum(t.coeff * (parts[t.name].mean() if t.name in parts else t.value(step)) for t in terms)
+        optimizer.zero_grad()
+        total.backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+    def plain() -> None:
+        _, gradients = plain_step(model, run, terms, sample(), generator, None, last_token_only, 0.5)
+        for parameter, gradient in zip(run.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    return {"ours": ours, "plain": plain}
+
+
+def induction_case(importance: spd.ImportanceSpec, batch: int, rounds: int) -> dict[str, Any]:
+    """The induction step: length 64, C 100, six sites, the paper's five losses, scored at the last token."""
+    task, generator = InductionTask(), torch.Generator().manual_seed(0)
+    model = build_target(task, seed=0)
+    sites = find_sites(model, "blocks.*.attn.W_[QKV]")
+    run = new_run(model, sites, dict.fromkeys((site.name for site in sites), 100), importance)
+    terms = spd.paper_losses("induction")
+    steps = make_steps(model, run, terms, lambda: task.sample(batch, generator)[0], True)
+    seconds = alternate(steps, rounds)
+    floor = floor_flops(run, batch * task.length, dict.fromkeys(run.components, 3)) / gemm_rate()
+    return {"case": f"induction, B {batch}, {type(importance).__name__}", **seconds, "floor": floor}
+
+
+def gpt2_case(rounds: int, layers: int = 12) -> dict[str, Any]:
+    """GPT-2-small shapes, random weights: B 2, length 9, all matrices of all blocks, C 256, scalar gates, seven losses."""
+    config = HookedTransformerConfig(
+        n_layers=layers, n_heads=12, d_model=768, d_head=64, d_mlp=3072, n_ctx=64, d_vocab=50257, act_fn="gelu_new",
+        normalization_type="LN", device="cpu", seed=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = HookedTransformer(config)
+    sites = find_sites(model, "blocks.*")
+    run = new_run(model, sites, dict.fromkeys((site.name for site in sites), 256), spd.Scalar(16))
+    terms = tuple(replace(term) for term in spd.paper_losses("gpt2"))
+    generator = torch.Generator().manual_seed(0)
+    steps = make_steps(model, run, terms, lambda: torch.randint(0, 50257, (2, 9), generator=generator), False)
+    return {"case": f"GPT-2 shapes, {layers} layers, {len(sites)} sites", **alternate(steps, rounds, warm_up=1)}
+
+
+def main(arguments: Arguments) -> None:
+    """Time all cases and publish the table."""
+    rows = [
+        induction_case(importance, batch, arguments.rounds)
+        for batch in (16, 64)
+        for importance in (spd.Vector(16), spd.Attention(16))
+    ]
+    if arguments.gpt2:
+        rows.append(gpt2_case(max(1, arguments.rounds // 3)))
+    table = pd.DataFrame(rows).set_index("case")
+    table["plain / ours"] = table.plain / table.ours
+    table["ours / floor"] = table.ours / table.floor
+    text = "Median seconds per training step, two versions alternating in one process.\n\n" + markdown(table)
+    publish("step", "Training step", text, rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
