@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tl_spd as spd
 from tests.tiny import tiny_host, tiny_padding, tiny_tokens
+from tl_spd import attend as attend_module
 from tl_spd import gates
-from tl_spd.importance import LEAK, AttentionImportance, Importances, attend, lower, relative_scores, upper
+from tl_spd.attend import attend, relative_scores
+from tl_spd.importance import LEAK, AttentionImportance, Importances, lower, upper
 from tl_spd.sites import Site
 
 SITE = Site("blocks.0.mlp.W_in", "W_in", 0, 5, 7, 1)
@@ -203,13 +206,14 @@ ATTENTIONS = [
     spd.Attention(d_gate=D_GATE, relative=relative, d_attn=d_attn, backend=backend)  # type: ignore[arg-type]
     for relative in ("vector", "scalar")
     for d_attn in (None, 2)
-    for backend in ("eager", "sdpa", "auto")
+    for backend in ("eager", "sdpa", "blocked", "auto")
 ]
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("spec", ATTENTIONS, ids=str)
-def test_attention_equals_a_double_loop(spec: spd.Attention, side: str | None) -> None:
+def test_attention_equals_a_double_loop(monkeypatch: pytest.MonkeyPatch, spec: spd.Attention, side: str | None) -> None:
+    monkeypatch.setattr(attend_module, "BLOCK_SCORES", 2 * 4 * 3)  # two sequences: four queries as three and one
     function = built(spec)
     assert isinstance(function, AttentionImportance)
     with torch.no_grad():
@@ -226,7 +230,7 @@ def test_attention_equals_a_double_loop(spec: spd.Attention, side: str | None) -
 @pytest.mark.parametrize("pos", [1, 2, N_CTX])
 def test_relative_scores_at_the_ends_of_the_table(pos: int) -> None:
     q, table, biases = numbers(2, pos, 3), numbers(2 * pos - 1, 3, seed=1), numbers(2 * pos - 1, seed=2)
-    vector, scalar = relative_scores(q, table), relative_scores(q, biases)
+    vector, scalar = relative_scores(q, table, pos), relative_scores(q, biases, pos)
     assert scalar.shape == (1, pos, pos)
     for i in range(pos):
         for j in range(pos):
@@ -237,21 +241,68 @@ def test_relative_scores_at_the_ends_of_the_table(pos: int) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("relative", ["vector", "scalar"])
 @pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("backend", ["sdpa", "blocked", "auto"])
 def test_backends_give_the_same_numbers_and_gradients(
-    dtype: torch.dtype, tolerance: float, relative: str, side: str | None
+    monkeypatch: pytest.MonkeyPatch, backend: Any, dtype: torch.dtype, tolerance: float, relative: str, side: str | None
 ) -> None:
+    monkeypatch.setattr(attend_module, "BLOCK_SCORES", 3 * 16 * 5)  # blocks of five queries, and a rest of one
+    monkeypatch.setattr(attend_module, "BLOCKED_FROM", 16)
     mask = tiny_padding(side, 3, 16)
     q, k = (numbers(3, 16, 4, seed=seed, dtype=dtype).requires_grad_() for seed in (1, 2))
     v = numbers(3, 16, 6, seed=3, dtype=dtype).requires_grad_()
     shape = (31, 4) if relative == "vector" else (31,)
     table = numbers(*shape, seed=4, dtype=dtype).requires_grad_()
     results = []
-    for backend in ("eager", "sdpa"):
-        out = attend(q, k, v, table, None if mask is None else mask.bool(), backend)
+    for which in ("eager", backend):
+        out = attend(q, k, v, table, None if mask is None else mask.bool(), which)
         grads = torch.autograd.grad((out * numbers(3, 16, 6, seed=5, dtype=dtype)).sum(), (q, k, v, table))
         results.append((out, *grads))
-    for eager, sdpa in zip(*results, strict=True):
-        torch.testing.assert_close(sdpa, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max()))
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max()))
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that any operation puts out."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.untyped_storage().nbytes() // value.element_size())
+        return out
+
+
+@pytest.mark.parametrize("relative", ["vector", "scalar"])
+def test_blocked_queries_never_make_all_scores_at_once(monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
+    pos = 64
+    monkeypatch.setattr(attend_module, "BLOCK_SCORES", 4 * pos)
+    q, k, v = (numbers(1, pos, 2, seed=seed).requires_grad_() for seed in (1, 2, 3))
+    table = numbers(*((2 * pos - 1, 2) if relative == "vector" else (2 * pos - 1,))).requires_grad_()
+    sizes = {}
+    for backend in ("eager", "blocked"):
+        with Largest() as largest:
+            attend(q, k, v, table, None, backend).sum().backward()  # type: ignore[arg-type]
+        sizes[backend] = largest.elements
+    assert sizes["eager"] >= pos * pos
+    assert sizes["blocked"] <= 4 * 2 * pos < pos * pos  # four queries meet fewer than 2 pos entries of the table
+
+
+@pytest.mark.parametrize(("positions", "wanted"), [(3, "_eager"), (4, "_recomputed")])
+def test_long_inputs_choose_blocks(monkeypatch: pytest.MonkeyPatch, positions: int, wanted: str) -> None:
+    monkeypatch.setattr(attend_module, "BLOCKED_FROM", 4)
+    called: list[str] = []
+    for name in ("_eager", "_sdpa", "_recomputed"):
+        own = getattr(attend_module, name)
+
+        def watched(*args: Any, name: str = name, own: Any = own) -> Tensor:
+            called.append(name)
+            return own(*args)
+
+        monkeypatch.setattr(attend_module, name, watched)
+    attend(numbers(1, positions, 2), numbers(1, positions, 2), numbers(1, positions, 2), numbers(2 * positions - 1))
+    assert called[0] == wanted
 
 
 @pytest.mark.parametrize("spec", ATTENTIONS, ids=str)
@@ -266,7 +317,7 @@ def test_padding_is_never_attended_to(spec: spd.Attention, side: str) -> None:
     assert not torch.allclose(function(x, inner, None)[real], function(other, inner, None)[real])
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "blocked"])
 def test_later_tokens_matter_at_earlier_places(backend: Any) -> None:
     function = built(spd.Attention(d_gate=D_GATE, backend=backend))
     x, inner = numbers(1, 4, 5), numbers(1, 4, C)
@@ -275,7 +326,7 @@ def test_later_tokens_matter_at_earlier_places(backend: Any) -> None:
     assert not torch.isclose(function(x, inner, None)[0, :3], function(later, inner, None)[0, :3]).any()
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "blocked"])
 def test_a_sequence_of_padding_alone_stays_finite_also_in_its_gradients(backend: Any) -> None:
     function = built(spd.Attention(d_gate=D_GATE, backend=backend))
     real = torch.tensor([[True, True, False], [False, False, False]])
@@ -363,7 +414,9 @@ def test_gates_take_no_rows(kind: str) -> None:
     assert not any(bool(grad.any()) for grad in torch.autograd.grad(out.sum(), given))
 
 
-@pytest.mark.parametrize("spec", [spd.Scalar(3), spd.Vector(3), spd.Shared(6), *ATTENTIONS[:2], *ATTENTIONS[6:8]], ids=str)
+@pytest.mark.parametrize(
+    "spec", [spd.Scalar(3), spd.Vector(3), spd.Shared(6), *ATTENTIONS[:3], *ATTENTIONS[8:11]], ids=str
+)
 def test_every_function_passes_gradcheck(spec: spd.ImportanceSpec) -> None:
     function = built(spec)
     names, values = zip(*function.named_parameters(), strict=True)
@@ -376,7 +429,8 @@ def test_every_function_passes_gradcheck(spec: spd.ImportanceSpec) -> None:
 
     free = [value.detach().clone().requires_grad_() for value in values]
     takes_inner = isinstance(spec, spd.Scalar)  # the others do not look at inner activations
-    assert torch.autograd.gradcheck(of_parameters, (inner.requires_grad_(takes_inner), *free))
+    many = isinstance(spec, spd.Attention)
+    assert torch.autograd.gradcheck(of_parameters, (inner.requires_grad_(takes_inner), *free), fast_mode=many)
 
 
 # --- specifications --------------------------------------------------------------------------------------------------

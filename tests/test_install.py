@@ -1,12 +1,13 @@
 """Installing a Run: against hosts whose weights were really swapped, explicit algebra, and the host's state before."""
 
+# ruff: noqa: PT012 - what raises is often the leaving of a context, with a whole block in it
+
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
 import itertools
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -59,6 +60,11 @@ FLAGS: dict[str, list[str]] = {
 }
 
 
+def used(style: str) -> tuple[str, ...]:
+    """Sites that a pass reaches: TransformerLens makes a positional embedding for ALiBi hosts, and leaves it alone."""
+    return ("embed.*", "blocks.*", "unembed.*") if style == "rmspre_alibi" else ("*",)
+
+
 def supported(style: str, flags: str) -> bool:
     """Whether TransformerLens knows this combination: grouped heads can be ungrouped, and only then share ``attn_in``."""
     ungrouped = "ungroup_grouped_query_attention" in FLAGS[flags]
@@ -70,12 +76,23 @@ def supported(style: str, flags: str) -> bool:
 
 
 CASES = [(style, flags) for style in ALL for flags in FLAGS if supported(style, flags)]
+ENDS = [(style, flags) for style, flags in CASES if flags in ("plain", "most ungroup" if style in GROUPED else "most")]
+
+
+def sides(flags: str) -> list[str | None]:
+    """Padding matters little to the flags between none and most of them."""
+    return SIDES if flags in ("plain", "most", "most ungroup") else [None]
 
 
 def flagged_host(
     style: str, flags: str = "plain", dtype: torch.dtype = torch.float64, **changes: Any
 ) -> HookedTransformer:
     return tiny_host(style, dtype=dtype, **dict.fromkeys(FLAGS[flags], True), **changes)
+
+
+def points_in_use(model: HookedTransformer) -> list[str]:
+    """The hook points that a pass reaches; TransformerLens refuses hooks at some of the others."""
+    return [*model.run_with_cache(TOKENS)[1]]
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -111,15 +128,18 @@ def zeros(run: Run) -> dict[str, Tensor]:
 # --- what a mask amounts to ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
-@pytest.mark.parametrize(("style", "flags"), CASES)
-def test_ones_and_exact_components_change_nothing(style: str, flags: str, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("style", "flags", "dtype"),
+    [(*case, torch.float64) for case in CASES] + [(*case, torch.float32) for case in ENDS],
+    ids=str,
+)
+def test_ones_and_exact_components_change_nothing(style: str, flags: str, dtype: torch.dtype) -> None:
     model = flagged_host(style, flags, dtype)
-    run = exact_run(model)
-    plain = [model(TOKENS, attention_mask=tiny_padding(side)) for side in SIDES]
+    run, masks = exact_run(model), [tiny_padding(side) for side in sides(flags)]
+    plain = [model(TOKENS, attention_mask=mask) for mask in masks]
     with unchanged(model), spd.decomposed(model, run, masks="ones"):
-        for side, wanted in zip(SIDES, plain, strict=True):
-            assert close(model(TOKENS, attention_mask=tiny_padding(side)), wanted, tolerance)
+        for mask, wanted in zip(masks, plain, strict=True):
+            assert close(model(TOKENS, attention_mask=mask), wanted, 1e-10 if dtype == torch.float64 else 1e-5)
 
 
 @pytest.mark.parametrize("style", ALL)
@@ -136,9 +156,10 @@ def test_zero_masks_are_zero_weights(style: str) -> None:
     model = tiny_host(style)
     run = tiny_run(model)
     nothing = {name: torch.zeros(parts.site.d_in, parts.site.d_out) for name, parts in run.components.items()}
-    for names in ([*run.components], *([name] for name in run.components)):
+    alone = [[name] for name in run.components] if style in ("gpt2", "llama") else []
+    for names in ([*run.components], *alone):
         wanted = with_weights(model, {name: nothing[name] for name in names})(TOKENS)
-        with spd.decomposed(model, run, masks=zeros(run), sites=names):
+        with spd.decomposed(model, run, masks={name: zeros(run)[name] for name in names}):
             found = model(TOKENS)
         assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
 
@@ -149,7 +170,7 @@ def test_static_masks_are_the_weights_they_amount_to(style: str, flags: str) -> 
     run = tiny_run(model)
     masks = random_masks(run)
     swapped = with_weights(model, masked_weights(run, masks))
-    for side in SIDES:
+    for side in sides(flags):
         wanted, wanted_cache = swapped.run_with_cache(TOKENS, attention_mask=tiny_padding(side))
         with spd.decomposed(model, run, masks=masks):
             found, cache = model.run_with_cache(TOKENS, attention_mask=tiny_padding(side))
@@ -161,7 +182,7 @@ def test_static_masks_are_the_weights_they_amount_to(style: str, flags: str) -> 
         assert different == []
 
 
-@pytest.mark.parametrize("style", ALL)
+@pytest.mark.parametrize("style", STYLES)
 def test_each_static_mask_alone_is_the_weight_it_amounts_to(style: str) -> None:
     model = flagged_host(style, "most" if style not in GROUPED else "most ungroup")
     run = tiny_run(model)
@@ -305,8 +326,8 @@ def test_one_heads_input_is_read_by_that_head_alone(style: str, kind: str) -> No
 @pytest.mark.parametrize("style", ALL)
 def test_caches_are_of_one_consistent_pass(style: str, flags: str) -> None:
     model = flagged_host(style, flags)
-    run = tiny_run(model)
-    with spd.decomposed(model, run, masks=random_masks(run, 2, 3, 5), sites="blocks.*"):
+    run = tiny_run(model, "blocks.*")
+    with spd.decomposed(model, run, masks=random_masks(run, 2, 3, 5)):
         logits, cache = model.run_with_cache(TOKENS)
     for layer in range(2):
         block = f"blocks.{layer}."
@@ -354,15 +375,17 @@ def within(model: HookedTransformer, point: str) -> Tensor:
         return model(TOKENS)
 
 
-@pytest.mark.parametrize("way", [added, prepended, permanent, run_with, within], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("style", "way"),
+    [("gpt2", prepended), ("gpt2", permanent), ("gpt2", within), ("llama", added), ("llama", run_with)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_every_hook_point_can_be_patched_inside(style: str, way: Patch) -> None:
     model = flagged_host(style, "most")
     run = tiny_run(model)
     masks = random_masks(run)
     swapped = with_weights(model, masked_weights(run, masks))
-    _, cache = model.run_with_cache(TOKENS)
-    points = [name for name in cache if not name.startswith("blocks.1.")]
+    points = [name for name in points_in_use(model) if not name.startswith("blocks.1.")]
     with spd.decomposed(model, run, masks=masks):
         for point in points:
             found = way(model, point)
@@ -382,7 +405,8 @@ def test_hooks_put_on_before_entering_act_on_the_masked_pass(style: str) -> None
     run = tiny_run(model)
     masks = random_masks(run)
     names = ("hook_z", "mlp.hook_post", "hook_q", "hook_resid_mid", "hook_normalized", "hook_mlp_in", "hook_attn_out")
-    model.add_hook(lambda name: name.endswith(names), alter)
+    points = [name for name in points_in_use(model) if name.endswith(names)]
+    model.add_hook(lambda name: name in points, alter)
     swapped = with_weights(model, masked_weights(run, masks))
     with unchanged(model), spd.decomposed(model, run, masks=masks):
         found = model(TOKENS)
@@ -398,13 +422,14 @@ def test_hooks_fire_once_per_call_and_in_their_order(masks: str) -> None:
     def note(label: str) -> Callable[..., None]:
         return lambda value, hook: fired.append((label, hook.name))
 
-    model.add_hook(lambda name: True, note("early"))
+    points = points_in_use(model)
+    model.add_hook(lambda name: name in points, note("early"))
     model.add_hook("blocks.0.attn.hook_q", note("front"), prepend=True)
     model(TOKENS)
-    alone, calls = fired.copy(), [model, model.forward]
+    alone = fired.copy()
     fired.clear()
     with spd.decomposed(model, run, masks=masks, generator=torch.Generator()):
-        for call in [*calls, lambda tokens: model.run_with_cache(tokens)]:
+        for call in (model, model.forward, model.run_with_cache):
             call(TOKENS)
             assert fired == alone
             fired.clear()
@@ -455,6 +480,33 @@ def test_parameter_gradients_are_those_of_swapped_weights(style: str) -> None:
         assert torch.allclose(parts.read.grad, gradient @ (masks[name][:, None] * parts.write).T, rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.parametrize("style", ["gpt2", "llama"])
+def test_backward_hooks_alter_the_masked_pass(style: str) -> None:
+    model = flagged_host(style, "result")
+    run = tiny_run(model, "blocks.*")
+    masks = random_masks(run)
+    swapped = with_weights(model, masked_weights(run, masks))
+    points = [name for name in points_in_use(model) if name.startswith(("blocks.1.", "unembed", "ln_final"))]
+    fired: list[str] = []
+
+    def scale(gradient: Tensor, hook: HookPoint) -> Tensor:
+        fired.append(hook.name)
+        return gradient * (1 + torch.arange(gradient.shape[-1]) / 9)
+
+    def gradient(host: HookedTransformer, point: str) -> Tensor:
+        with host.hooks(bwd_hooks=[(point, scale)]):
+            return torch.autograd.grad(host(TOKENS, return_type="loss"), host.embed.W_E)[0]
+
+    with spd.decomposed(model, run, masks=masks):
+        for point in points:
+            found, count = gradient(model, point), len(fired)
+            assert count > 0
+            fired.clear()
+            assert close(found, gradient(swapped, point), 1e-8), point
+            assert fired == [point] * count
+            fired.clear()
+
+
 def test_calls_inside_a_call() -> None:
     model = tiny_host()
     run = tiny_run(model)
@@ -463,14 +515,14 @@ def test_calls_inside_a_call() -> None:
 
     def call_again(value: Tensor, hook: HookPoint) -> None:
         if not inner:
-            inner.append(model(other))
-            inner.append(model(other))
+            inner.append(value)
+            inner.extend([model(other), model(other)])
 
     with spd.decomposed(model, run):
         wanted, wanted_inner = model(TOKENS), model(other)
         for point in ("blocks.0.attn.hook_q", "blocks.0.ln1.hook_normalized", "blocks.1.attn.hook_z", "hook_embed"):
             assert torch.equal(model.run_with_hooks(TOKENS, fwd_hooks=[(point, call_again)]), wanted)
-            assert torch.equal(inner[1], wanted_inner)
+            assert torch.equal(inner[2], wanted_inner)
             inner.clear()
 
 
@@ -535,7 +587,8 @@ def test_starting_and_stopping_at_a_layer(style: str) -> None:
     start = {"start_at_layer": 1}
     if style == "shortformer":
         start["shortformer_pos_embed"] = cache["hook_pos_embed"]
-    with spd.decomposed(model, run, masks=dict(importances), sites=["blocks.1.*", "unembed.W_U"]):
+    later = [site.name for site in run.select(["blocks.1.*", "unembed.W_U"])]
+    with spd.decomposed(model, run, masks={name: importances[name] for name in later}):
         late = model(TOKENS)
     with spd.decomposed(model, run, masks=dict(importances)):
         early = [model(TOKENS, stop_at_layer=layer) for layer in (0, 1, 2, -1)]
@@ -600,9 +653,9 @@ def test_generate_refuses_masked_embeddings(name: str) -> None:
     run = tiny_run(model, (name, "blocks.0.attn.W_Q"))
     settings = {"do_sample": False, "stop_at_eos": False, "verbose": False}
     for masks in ("importance", "ones"):
-        with unchanged(model):
-            with spd.decomposed(model, run, masks=masks), pytest.raises(RuntimeError, match=f"{name}.*outside a call"):
-                model.generate(TOKENS[:, :2], 2, **settings)
+        message = f"{name}.*outside a call"
+        with unchanged(model), spd.decomposed(model, run, masks=masks), pytest.raises(RuntimeError, match=message):
+            model.generate(TOKENS[:, :2], 2, **settings)
 
 
 def test_key_value_caches() -> None:
@@ -613,23 +666,24 @@ def test_key_value_caches() -> None:
     def fresh() -> TransformerLensKeyValueCache:
         return TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
 
+    tokens = TOKENS.clamp(min=2)  # without padding
     used, one, two = fresh(), fresh(), fresh()
-    model(TOKENS, past_kv_cache=used)
-    with unchanged(model), spd.decomposed(model, run):
-        whole = model(TOKENS)
-        with pytest.raises(ValueError, match="already holds 5 positions.*empty cache"):
-            model(TOKENS[:, :1], past_kv_cache=used)
-        assert close(model(TOKENS[:, :2], past_kv_cache=one), whole[:, :2])
-        assert close(model(TOKENS[:, :1], past_kv_cache=two), whole[:, :1])  # two passes at once
-        assert close(model(TOKENS[:, 2:4], past_kv_cache=one), whole[:, 2:4])
+    model(tokens, past_kv_cache=used)
+    with torch.no_grad(), unchanged(model), spd.decomposed(model, run):
+        whole = model(tokens)
+        with pytest.raises(ValueError, match=r"already holds 5 positions.*empty cache"):
+            model(tokens[:, :1], past_kv_cache=used)
+        assert close(model(tokens[:, :2], past_kv_cache=one), whole[:, :2])
+        assert close(model(tokens[:, :1], past_kv_cache=two), whole[:, :1])  # two passes at once
+        assert close(model(tokens[:, 2:4], past_kv_cache=one), whole[:, 2:4])
         one.freeze()
         for _ in range(2):
-            assert close(model(TOKENS[:, 4:], past_kv_cache=one), whole[:, 4:])
+            assert close(model(tokens[:, 4:], past_kv_cache=one), whole[:, 4:])
         one.unfreeze()
-        assert close(model(TOKENS[:, 4:], past_kv_cache=one), whole[:, 4:])
-        assert close(model(TOKENS[:, 1:], past_kv_cache=two), whole[:, 1:])
+        assert close(model(tokens[:, 4:], past_kv_cache=one), whole[:, 4:])
+        assert close(model(tokens[:, 1:], past_kv_cache=two), whole[:, 1:])
         with pytest.raises(ValueError, match="already holds 5 positions"):
-            model(TOKENS[:, :1], past_kv_cache=copy.deepcopy(one))
+            model(tokens[:, :1], past_kv_cache=copy.deepcopy(one))
 
 
 # --- kinds of masks --------------------------------------------------------------------------------------------------
@@ -638,7 +692,7 @@ def test_key_value_caches() -> None:
 @pytest.mark.parametrize("style", ALL)
 def test_named_masks(style: str) -> None:
     model = tiny_host(style)
-    run = tiny_run(model)
+    run = tiny_run(model, used(style))
     mask = tiny_padding("right")
     importances = {name: g.detach() for name, g in run.importances(model, TOKENS, mask).items()}
     generator = torch.Generator().manual_seed(4)
@@ -646,7 +700,7 @@ def test_named_masks(style: str) -> None:
         name: g + (1 - g) * torch.rand(g.shape, generator=generator, dtype=g.dtype) for name, g in importances.items()
     }
     rounded = {name: (g > 0.5).double() for name, g in importances.items()}
-    assert all(0 < r.mean() < 1 for r in rounded.values())
+    assert 0.1 < torch.cat([*rounded.values()]).mean() < 0.9
     for masks, wanted, settings in (
         ("importance", importances, {}),
         ("rounded", rounded, {"threshold": 0.5}),
@@ -696,8 +750,8 @@ def test_given_importances_get_gradients() -> None:
 @pytest.mark.parametrize(
     ("patterns", "names"),
     [
-        (None, 14),
-        ("*", 14),
+        (None, 15),
+        ("*", 15),
         ("blocks.0.*", 6),
         (["blocks.?.attn.W_[QK]", "unembed.*", "unembed.W_U"], 5),
         ("blocks.1.mlp.W_in", 1),
@@ -708,8 +762,8 @@ def test_site_patterns(patterns: str | list[str] | None, names: int) -> None:
     run = tiny_run(model)
     masks = random_masks(run)
     chosen = [site.name for site in run.select(patterns)]
-    assert len(chosen) == names + 1 if patterns in (None, "*") else len(chosen) == names
-    with spd.decomposed(model, run, masks=masks, sites=patterns):
+    assert len(chosen) == names
+    with spd.decomposed(model, run, importances=masks, sites=patterns):
         found = model(TOKENS)
     assert close(found, with_weights(model, masked_weights(run, {name: masks[name] for name in chosen}))(TOKENS))
 
@@ -726,7 +780,9 @@ def outer_contexts() -> list[Callable[[HookedTransformer, Run], contextlib.Abstr
 
 
 @pytest.mark.parametrize("around", outer_contexts())
-@pytest.mark.parametrize("importance", [spd.Vector(d_gate=2), spd.Attention(d_gate=2), spd.Scalar(d_gate=2)], ids=str)
+@pytest.mark.parametrize(
+    "importance", [spd.Scalar(d_gate=2), spd.Attention(d_gate=2)], ids=lambda spec: type(spec).__name__
+)
 def test_importances_are_of_the_original_model(around: Any, importance: spd.ImportanceSpec) -> None:
     model = tiny_host()
     run = tiny_run(model, importance=importance)
@@ -758,7 +814,7 @@ def test_nested_runs_innermost_wins_site_by_site() -> None:
         plain = model(TOKENS)
         with spd.decomposed(model, one, masks=masks_one):
             assert close(model(TOKENS), with_weights(model, outer)(TOKENS))
-            with spd.decomposed(model, two, masks=masks_two, sites="blocks.1.*"):
+            with spd.decomposed(model, two, masks={name: masks_two[name] for name in disjoint}):
                 assert close(model(TOKENS), with_weights(model, outer | disjoint)(TOKENS))
             with spd.decomposed(model, two, masks=masks_two):
                 assert close(model(TOKENS), with_weights(model, outer | inner)(TOKENS))
@@ -790,8 +846,9 @@ def test_suppressed_and_decomposed_in_each_other(style: str) -> None:
             assert close(model(TOKENS), with_weights(model, edited)(TOKENS))
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(range(4))], ids=str)
-def test_leaving_in_any_order(order: tuple[int, ...]) -> None:
+@pytest.fixture(scope="module")
+def four_contexts() -> tuple[HookedTransformer, list[Callable[[], Any]], dict[frozenset[int], Tensor]]:
+    """A host, four overlapping contexts to enter in this order, and the logits of every subset of them."""
     model = tiny_host("llama")
     run, other = tiny_run(model, seed=1), tiny_run(model, ("blocks.?.attn.W_K", "*.W_gate", "unembed.W_U"), seed=2)
     masks, more = random_masks(run, 1), random_masks(other, 2)
@@ -805,23 +862,31 @@ def test_leaving_in_any_order(order: tuple[int, ...]) -> None:
         masked_weights(other, more),
     ]
     contexts = [
-        spd.suppressed(model, run, indices),
-        spd.decomposed(model, run, masks={name: masks[name] for name in names[:2]}),
-        spd.suppressed(model, other, {name: [1] for name in names}),
-        spd.decomposed(model, other, masks=more),
+        lambda: spd.suppressed(model, run, indices),
+        lambda: spd.decomposed(model, run, masks={name: masks[name] for name in names[:2]}),
+        lambda: spd.suppressed(model, other, {name: [1] for name in names}),
+        lambda: spd.decomposed(model, other, masks=more),
     ]
+    logits = {}
+    for size in range(5):
+        for active in itertools.combinations(range(4), size):
+            weights = {name: matrix for index in active for name, matrix in layers[index].items()}
+            logits[frozenset(active)] = with_weights(model, weights)(TOKENS)
+    return model, contexts, logits
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))], ids=str)
+def test_leaving_in_any_order(order: tuple[int, ...], four_contexts: Any) -> None:
+    model, factories, logits = four_contexts
+    contexts, active = [factory() for factory in factories], set(range(4))
     with unchanged(model):
         for context in contexts:
             context.__enter__()
-        left: set[int] = set()
-        for index in (None, *order):
-            if index is not None:
-                contexts[index].__exit__(None, None, None)
-                left.add(index)
-            now: dict[str, Tensor] = {}
-            for at, matrices in enumerate(layers):
-                now |= matrices if at not in left else {}
-            assert close(model(TOKENS), with_weights(model, now)(TOKENS))
+        assert close(model(TOKENS), logits[frozenset(active)])
+        for index in order:
+            contexts[index].__exit__(None, None, None)
+            active.remove(index)
+            assert close(model(TOKENS), logits[frozenset(active)])
 
 
 def test_exit_stacks_and_half_consumed_generators() -> None:
@@ -950,7 +1015,7 @@ def user_hooks(model: HookedTransformer) -> None:
     model.register_forward_hook(nothing[8], always_call=True)
 
 
-@pytest.mark.parametrize("kind", ["importance", "ones", "suppressed", "nested"])
+@pytest.mark.parametrize("kind", ["importance", "suppressed", "nested"])
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
 def test_a_host_is_left_as_it_was(ending: Callable[[HookedTransformer, Any], None], kind: str) -> None:
     model = flagged_host("parallel", positional_embedding_type="rotary")
@@ -965,7 +1030,7 @@ def test_a_host_is_left_as_it_was(ending: Callable[[HookedTransformer, Any], Non
         if kind == "suppressed":
             context = spd.suppressed(model, run, {"blocks.0.attn.W_K": [0, 2], "blocks.1.mlp.W_out": [1]})
         else:
-            context = spd.decomposed(model, run, masks="ones" if kind == "ones" else "importance")
+            context = spd.decomposed(model, run)
         ending(model, context)
 
 
@@ -1021,22 +1086,21 @@ def test_reset_hooks_spares_installations() -> None:
 def test_hooks_removed_behind_our_back(pattern: str) -> None:
     model = tiny_host()
     run = tiny_run(model, pattern)
-    with unchanged(model):
-        plain = model(TOKENS)
-        with pytest.raises(spd.HooksRemovedError, match=r"removed at \['.*including_permanent"):  # noqa: PT012
-            with spd.decomposed(model, run):
-                model.reset_hooks(including_permanent=True)
-                for call in (model, model.forward, model.run_with_cache, model.run_with_hooks):
-                    with pytest.raises(spd.HooksRemovedError):
-                        call(TOKENS)
-        with pytest.raises(spd.HooksRemovedError):  # noqa: PT012
-            with spd.decomposed(model, run), spd.suppressed(model, run, {run.sites[0].name: [0]}):
-                model.reset_hooks(including_permanent=True)
-        with pytest.raises(ZeroDivisionError):  # noqa: PT012
-            with spd.decomposed(model, run):
-                model.reset_hooks(including_permanent=True)
-                raise ZeroDivisionError
-        assert torch.equal(model(TOKENS), plain)
+    plain = model(TOKENS)
+    message = r"removed at \['.*including_permanent"
+    with unchanged(model), pytest.raises(spd.HooksRemovedError, match=message), spd.decomposed(model, run):
+        model.reset_hooks(including_permanent=True)
+        for call in (model, model.forward, model.run_with_cache, model.run_with_hooks):
+            with pytest.raises(spd.HooksRemovedError):
+                call(TOKENS)
+    chosen = {run.sites[0].name: [0]}
+    inner = spd.suppressed(model, run, chosen)
+    with unchanged(model), pytest.raises(spd.HooksRemovedError), spd.decomposed(model, run), inner:
+        model.reset_hooks(including_permanent=True)
+    with unchanged(model), pytest.raises(ZeroDivisionError), spd.decomposed(model, run):
+        model.reset_hooks(including_permanent=True)
+        raise ZeroDivisionError
+    assert torch.equal(model(TOKENS), plain)
 
 
 def test_only_the_installation_that_lost_its_hooks_complains() -> None:
@@ -1059,10 +1123,10 @@ def test_only_the_installation_that_lost_its_hooks_complains() -> None:
 def test_one_hook_removed_by_hand() -> None:
     model = tiny_host()
     run = tiny_run(model)
-    with unchanged(model), pytest.raises(spd.HooksRemovedError, match=r"\['blocks.1.hook_mlp_out'\] \(1 in all\)"):  # noqa: PT012
-        with spd.decomposed(model, run):
-            model(TOKENS)
-            model.hook_dict["blocks.1.hook_mlp_out"].remove_hooks("both", including_permanent=True)
+    message = r"\['blocks.1.hook_mlp_out'\] \(1 in all\)"
+    with unchanged(model), pytest.raises(spd.HooksRemovedError, match=message), spd.decomposed(model, run):
+        model(TOKENS)
+        model.hook_dict["blocks.1.hook_mlp_out"].remove_hooks("both", including_permanent=True)
 
 
 # --- errors before anything has changed ------------------------------------------------------------------------------
@@ -1070,9 +1134,8 @@ def test_one_hook_removed_by_hand() -> None:
 
 def refused(context: Any, model: HookedTransformer, kind: type[Exception], message: str) -> None:
     """Entering fails with ``message`` and changes nothing, also not in a host where another Run is installed."""
-    with unchanged(model):
-        with pytest.raises(kind, match=message), context:
-            pytest.fail("entered")
+    with unchanged(model), pytest.raises(kind, match=message), context:
+        pytest.fail("entered")
 
 
 @pytest.mark.parametrize(
@@ -1161,14 +1224,15 @@ def test_parts_of_a_host_cannot_be_called_inside() -> None:
     run = tiny_run(model)
     _, cache = model.run_with_cache(TOKENS)
     resid = cache["blocks.0.hook_resid_post"]
-    with unchanged(model):
-        with spd.decomposed(model, run, masks="ones"):
-            wanted = model(TOKENS)
-            with pytest.raises(RuntimeError, match="blocks.1.attn.W_Q was reached outside a call"):
-                model.blocks[1](resid)
-            with pytest.raises(RuntimeError, match="was used without its mask"):
-                model(TOKENS)  # tells of what was read in vain, once
-            assert torch.equal(model(TOKENS), wanted)
+    with unchanged(model), spd.decomposed(model, run, masks="ones"):
+        wanted = model(TOKENS)
+        with pytest.raises(RuntimeError, match=r"blocks.1.attn.W_Q was reached outside a call"):
+            model.blocks[1](resid)
+        assert torch.equal(model(TOKENS), wanted)
+        model.embed(TOKENS)
+        with pytest.raises(RuntimeError, match=r"embed.W_E was used without its mask: outside a call"):
+            model(TOKENS)  # says so once
+        assert torch.equal(model(TOKENS), wanted)
 
 
 def test_switching_a_hook_point_off_inside_is_noticed() -> None:
@@ -1176,7 +1240,7 @@ def test_switching_a_hook_point_off_inside_is_noticed() -> None:
     run = tiny_run(model)
     with spd.decomposed(model, run):
         model.set_use_attn_result(False)
-        with pytest.raises(RuntimeError, match="blocks.0.attn.W_O was used without its mask.*switched off"):
+        with pytest.raises(RuntimeError, match=r"blocks.0.attn.W_O was used without its mask.*switched off"):
             model(TOKENS)
         model.set_use_attn_result(True)
         model(TOKENS)
@@ -1288,7 +1352,7 @@ def test_suppression_by_its_formula(style: str, sequential: bool) -> None:
     with unchanged(model):
         for name in run.components:
             wanted = by_numpy(model, run, name, [2, 0], sequential)
-            assert not close(wanted, by_numpy(model, run, name, [2, 0], not sequential), 1e-3)
+            assert not close(wanted, by_numpy(model, run, name, [2, 0], not sequential), 1e-6)
             with spd.suppressed(model, run, {name: [2, 0]}, sequential=sequential):
                 inside = host_parameters(model)
                 assert [other for other in own if inside[other] is not own[other]] == [name]
@@ -1360,24 +1424,22 @@ def test_backward_after_a_suppression_was_left(style: str) -> None:
 # --- hook functions, low precision, randomness -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("style", "flags"), [case for case in CASES if case[1] in ("plain", "most", "most ungroup")])
-def test_pass_hooks_are_the_same_pass(style: str, flags: str, side: str | None) -> None:
+@pytest.mark.parametrize(("style", "flags"), CASES)
+def test_pass_hooks_are_the_same_pass(style: str, flags: str) -> None:
     model = flagged_host(style, flags)
-    run, mask = tiny_run(model), tiny_padding(side)
+    run, mask = tiny_run(model, used(style)), tiny_padding("left" if "result" in flags else "right")
     masks = random_masks(run, 3, 3, 5)
     importances = run.importances(model, TOKENS, mask)
     with spd.decomposed(model, run, masks=masks):
-        wanted, cache = model.run_with_cache(TOKENS, attention_mask=mask)
+        wanted = model(TOKENS, attention_mask=mask)
     rows = torch.tensor([True, False, True])
-    chosen = spd.Pass(masks, {name: rows for name in masks})
+    chosen = spd.Pass(masks, dict.fromkeys(masks, rows))
     with unchanged(model):
         hooks = pass_hooks(model, run, spd.Pass(masks), importances)
         found = model.run_with_hooks(TOKENS, fwd_hooks=hooks, attention_mask=mask)
         some = model.run_with_hooks(TOKENS, fwd_hooks=pass_hooks(model, run, chosen, importances), attention_mask=mask)
     assert close(found, wanted)
     assert close(some, torch.where(rows[:, None, None], wanted, model(TOKENS, attention_mask=mask)))
-    assert close(cache["blocks.1.hook_resid_post"], cache["blocks.1.hook_resid_post"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -1396,7 +1458,7 @@ def test_hosts_in_low_precision(style: str, dtype: torch.dtype) -> None:
 
 def test_global_random_states_are_left_alone() -> None:
     model = tiny_host()
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()
     run = tiny_run(model)
     for masks in ("importance", "ones", "rounded", "stochastic"):
         with spd.decomposed(model, run, masks=masks, generator=torch.Generator().manual_seed(0)):
@@ -1404,5 +1466,4 @@ def test_global_random_states_are_left_alone() -> None:
             with spd.suppressed(model, run, {"blocks.0.attn.W_Q": [0]}):
                 model(TOKENS)
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert (np.random.get_state()[1] == states[2]).all()
+    assert (np.random.get_state()[1] == states[1]).all()

@@ -62,7 +62,9 @@ def saved(tmp_path: Path) -> tuple[Any, Run, Path]:
     return model, run, tmp_path / "run"
 
 
-def resign(folder: Path, record: Callable[[dict[str, Any]], Any] = len, tensors: Callable[[dict[str, Tensor]], Any] = len) -> None:
+def resign(
+    folder: Path, record: Callable[[dict[str, Any]], Any] = len, tensors: Callable[[dict[str, Tensor]], Any] = len
+) -> None:
     """Save the folder again with a changed record and changed tensors, as somebody who means harm would."""
     old_record, old_tensors = storage.read_folder(folder)
     del old_record["schema_version"], old_record["tensors"]
@@ -94,7 +96,7 @@ def test_round_trip(tmp_path: Path, spec: ImportanceSpec, dtype: torch.dtype) ->
 
 
 def test_the_record_says_what_was_used(saved: Any) -> None:
-    model, run, folder = saved
+    _, run, folder = saved
     record = json.loads((folder / "record.json").read_text())
     assert record["schema_version"] == 1
     assert [(entry["name"], entry["d_in"], entry["d_out"], entry["C"]) for entry in record["sites"]] == [
@@ -117,8 +119,14 @@ def change(model: Any, name: str) -> Any:
 
 
 OTHER_HOSTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "decomposed site": (lambda: change(tiny_host(), "blocks.1.mlp.W_out"), r"other weights: blocks\.1\.mlp\.W_out differs"),
-    "other parameter": (lambda: change(tiny_host(), "blocks.0.attn.W_Q"), "other weights: a weight that is not decomposed"),
+    "decomposed site": (
+        lambda: change(tiny_host(), "blocks.1.mlp.W_out"),
+        r"other weights: blocks\.1\.mlp\.W_out differs",
+    ),
+    "other parameter": (
+        lambda: change(tiny_host(), "blocks.0.attn.W_Q"),
+        "other weights: a weight that is not decomposed",
+    ),
     "dtype": (lambda: tiny_host().to(torch.float32), "also a cast to another dtype"),
     "attention only": (lambda: tiny_host("shortformer"), r"W_out as 12 x 6; this host has no such weight"),
     "other width": (lambda: tiny_host(d_mlp=10), r"W_out as 12 x 6; this host has Site\(.*d_in=10"),
@@ -151,7 +159,10 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "extra": (lambda t: t.update(spare=torch.ones(2)), "hold 'spare', which its record does not ask for"),
     "transposed": (lambda t: t.update({READ: t[READ].T}), rf"'{READ}' .* is \(3, 12\) torch.float64; wanted \(12, 3\)"),
     "longer": (lambda t: t.update({W1: torch.zeros(12, 2, 4).double()}), r"is \(12, 2, 4\) .* wanted \(12, 2, 3\)"),
-    "dtype": (lambda t: t.update({READ: t[READ].float()}), r"is \(12, 3\) torch.float32; wanted \(12, 3\) torch.float64"),
+    "dtype": (
+        lambda t: t.update({READ: t[READ].float()}),
+        r"is \(12, 3\) torch.float32; wanted \(12, 3\) torch.float64",
+    ),
     "nan": (lambda t: t[W1].view(-1)[5].fill_(float("nan")), f"'{W1}' .* not finite"),
     "inf": (lambda t: t[READ].view(-1)[0].fill_(float("-inf")), f"'{READ}' .* not finite"),
 }
@@ -206,11 +217,13 @@ def test_records_that_do_not_fit_are_refused(saved: Any, case: str) -> None:
     ],
     ids=["C 10^7", "C 10^15", "d_gate 10^7", "d_gate 10^18"],
 )
-def test_sizes_in_a_record_cost_nothing_before_they_are_checked(saved: Any, spoil: Callable[[dict[str, Any]], Any]) -> None:
+def test_sizes_in_a_record_cost_nothing_before_they_are_checked(
+    saved: Any, spoil: Callable[[dict[str, Any]], Any]
+) -> None:
     model, _, folder = saved
     resign(folder, record=spoil)
     before = resident()
-    with pytest.raises(spd.StorageError, match="wanted|cannot be built"):
+    with pytest.raises(spd.StorageError, match=r"wanted|cannot be built"):
         spd.load(folder, model)
     assert resident() - before < 100 << 20
 
@@ -256,7 +269,7 @@ def test_select(saved: Any, patterns: Any, names: list[int]) -> None:
 @pytest.mark.parametrize("patterns", ["blocks.2.*", ["blocks.0.*", "blocks.0.attn.W_Q"], [], ""])
 def test_select_refuses_patterns_without_a_match(saved: Any, patterns: Any) -> None:
     _, run, _ = saved
-    with pytest.raises(ValueError, match="matches nothing|No site pattern"):
+    with pytest.raises(ValueError, match=r"matches nothing|No site pattern"):
         run.select(patterns)
 
 

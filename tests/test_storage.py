@@ -47,10 +47,12 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / "record.json").write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+)
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"x": torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype).T, "scalar": torch.tensor(3).to(dtype)}
-    record = {"text": "ä\n\"", "number": 0.1, "nested": {"list": [1, [2]]}}
+    record = {"text": 'ä\n"', "number": 0.1, "nested": {"list": [1, [2]]}}
     write_folder(tmp_path, record, tensors)
     read, found = read_folder(tmp_path)
     assert same(found, tensors)
@@ -60,8 +62,8 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_numbers_come_back_to_the_bit(tmp_path: Path) -> None:
     values = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
-    write_folder(tmp_path, {"values": values + [5e-324, 1e308, -0.0]}, {})
-    assert read_record(tmp_path)["values"] == values + [5e-324, 1e308, -0.0]
+    write_folder(tmp_path, {"values": [*values, 5e-324, 1e308, -0.0]}, {})
+    assert read_record(tmp_path)["values"] == [*values, 5e-324, 1e308, -0.0]
 
 
 def test_a_second_write_replaces_the_first_and_leaves_two_files(folder: Path) -> None:
@@ -88,7 +90,9 @@ class Crash(BaseException):
 
 
 @pytest.mark.parametrize("failure", [Crash(), OSError(errno.ENOSPC, "No space left on device")])
-@pytest.mark.parametrize(("function", "calls"), [("replace", 1), ("replace", 2), ("fsync", 1), ("fsync", 2), ("fsync", 3)])
+@pytest.mark.parametrize(
+    ("function", "calls"), [("replace", 1), ("replace", 2), ("fsync", 1), ("fsync", 2), ("fsync", 3)]
+)
 def test_a_crash_while_writing_leaves_the_old_state(
     folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, calls: int, failure: BaseException
 ) -> None:
@@ -177,7 +181,18 @@ def test_no_folder_at_all(folder: Path) -> None:
         read_folder(folder)
 
 
-NO_RECORDS = [b"", b"not json", b"[1, 2]", b"3", b"null", b'"text"', b"{}", b"\xff\xfe{}", b"[" * 100_000, b"9" * 10_000]
+NO_RECORDS = [
+    b"",
+    b"not json",
+    b"[1, 2]",
+    b"3",
+    b"null",
+    b'"text"',
+    b"{}",
+    b"\xff\xfe{}",
+    b"[" * 100_000,
+    b"9" * 10_000,
+]
 
 
 @pytest.mark.parametrize("data", NO_RECORDS, ids=range(len(NO_RECORDS)))
@@ -195,7 +210,8 @@ def test_other_schema_versions_are_named(folder: Path, version: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../run2/{}", "/etc/passwd", "sub/{}", "..", "", "{}\0", "record.json", "tensors-../../x.safetensors", 3, None]
+    "name",
+    ["../run2/{}", "/etc/passwd", "sub/{}", "..", "", "{}\0", "record.json", "tensors-../../x.safetensors", 3, None],
 )
 def test_a_record_cannot_point_outside_its_folder(folder: Path, name: Any) -> None:
     shutil.copytree(folder, folder.with_name("run2"))

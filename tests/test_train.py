@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -20,12 +20,22 @@ from transformer_lens import HookedTransformer
 import tl_spd as spd
 import tl_spd.train
 from tests.tiny import same_runs, tiny_decompose, tiny_host, tiny_padding, tiny_tokens
+from tl_spd import storage
 from tl_spd.data import Batches
 from tl_spd.run import new_run
 from tl_spd.sites import find_sites
 
+NAN = float("nan")
 SITES = [f"blocks.{layer}.mlp.W_out" for layer in (0, 1)]
 LEARN_NOTHING = spd.Optimizer(lr=0.0)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations are not checked, as outside of the tests: the package's own messages are seen."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------
@@ -99,7 +109,8 @@ def plain_losses(model: HookedTransformer, parameters: Parameters, tokens: Tenso
     """Faithfulness, minimality and recon."""
     logits, pre, masked = plain_pass(model, parameters, tokens)
     deltas = [
-        model.blocks[layer].mlp.W_out.detach() - parameters[f"components/{name}/read"] @ parameters[f"components/{name}/write"]
+        model.blocks[layer].mlp.W_out.detach()
+        - parameters[f"components/{name}/read"] @ parameters[f"components/{name}/write"]
         for layer, name in enumerate(SITES)
     ]
     faithfulness = sum((delta**2).sum() for delta in deltas) / sum(delta.numel() for delta in deltas)
@@ -152,11 +163,13 @@ def test_steps_are_hand_made_steps(optimizer: spd.Optimizer, schedule: spd.Sched
         total = 2.0 * losses[0] + 0.1 * losses[1] + 0.7 * losses[2]
         row = run.history.iloc[step]
         names = ["loss", "Faithfulness", "ImportanceMinimality", "Recon"]
-        assert [row[name] for name in names] == pytest.approx([float(x) for x in (total, *losses)], rel=1e-9)
+        assert [row[name] for name in names] == pytest.approx([x.item() for x in (total, *losses)], rel=1e-9)
         grads = list(torch.autograd.grad(total, list(leaves.values())))
         parameters = hand_made_step(parameters, grads, state, step + 1, optimizer, schedule.factor(step, steps))
     for name, value in run.tensors().items():
-        torch.testing.assert_close(value, parameters[name], rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            value, parameters[name], rtol=1e-8, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def test_last_token_only_scores_the_last_real_position() -> None:
@@ -170,8 +183,8 @@ def test_last_token_only_scores_the_last_real_position() -> None:
         logits, _, masked = plain_pass(model, run.tensors(), tokens[row : row + 1, :length])
         at_all.append(kl(logits, masked)[0])
         at_last.append(at_all[-1][-1])
-    assert run.history.Recon[0] == pytest.approx(float(torch.stack(at_last).mean()), rel=1e-9)
-    assert every.history.Recon[0] == pytest.approx(float(torch.cat(at_all).mean()), rel=1e-9)
+    assert run.history.Recon[0] == pytest.approx(torch.stack(at_last).mean().item(), rel=1e-9)
+    assert every.history.Recon[0] == pytest.approx(torch.cat(at_all).mean().item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("importance", [spd.Vector(d_gate=2), spd.Attention(d_gate=2)], ids=["vector", "attention"])
@@ -258,9 +271,21 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_data_gives_the_same_training(kind: str) -> None:
+def test_every_kind_of_data_gives_the_same_batches(kind: str) -> None:
+    tokens = tiny_tokens()
+    batches = Batches(KINDS[kind](tokens), tiny_host())
+    for step in range(4):
+        found, mask = batches(step, torch.Generator())
+        assert torch.equal(found, tokens)
+        assert found.dtype == torch.int64
+        assert mask is None or bool((mask == 1).all())
+
+
+def test_a_mask_of_ones_is_no_mask() -> None:
     model, tokens = tiny_host(), tiny_tokens()
-    assert same_runs(tiny_decompose(model, KINDS[kind](tokens)), tiny_decompose(model, tokens))
+    assert same_runs(
+        tiny_decompose(model, (tokens, torch.ones_like(tokens)), steps=2), tiny_decompose(model, tokens, steps=2)
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -353,7 +378,7 @@ def test_a_batch_of_padding_alone_is_refused() -> None:
 @pytest.mark.parametrize("importance", [spd.Scalar(2), spd.Vector(2), spd.Shared(3), spd.Attention(2)], ids=str)
 def test_the_seed_decides_every_bit(importance: spd.ImportanceSpec) -> None:
     model, tokens = tiny_host(dtype=torch.float32), tiny_tokens(8)
-    settings: dict[str, Any] = dict(importance=importance, losses=spd.paper_losses("gpt2"), batch_size=4)
+    settings: dict[str, Any] = dict(importance=importance, batch_size=4)
     first = tiny_decompose(model, tokens, seed=5, **settings)
     torch.rand(17)
     assert same_runs(first, tiny_decompose(model, tokens, seed=5, **settings))
@@ -376,12 +401,13 @@ def snapshot(model: HookedTransformer) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("unchecked")  # beartype draws from Python's random
 @pytest.mark.parametrize("style", ["gpt2", "llama"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_host_and_global_random_states_are_untouched(style: str, fails: bool) -> None:
     model = tiny_host(style, dtype=torch.float32)
     model.add_hook("blocks.0.hook_resid_pre", lambda value, hook: value * 0)  # a user's hook: not for the twin
-    before, states = snapshot(model), (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())  # noqa: NPY002
+    before, states = snapshot(model), (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())
     if fails:
         with pytest.raises(spd.NonFiniteLossError):
             tiny_decompose(model, losses=[Breaks(at=2)])
@@ -395,29 +421,24 @@ def test_host_and_global_random_states_are_untouched(style: str, fails: bool) ->
     assert not after.pop("values")
     assert before == after
     assert torch.equal(torch.get_rng_state(), states[0])
-    assert np.array_equal(np.random.get_state()[1], states[1])  # noqa: NPY002
+    assert np.array_equal(np.random.get_state()[1], states[1])
     assert random.getstate() == states[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_hosts_of_every_precision(dtype: torch.dtype) -> None:
     model = tiny_host(dtype=torch.float64).to(dtype)
-    run = tiny_decompose(model, sites="*", losses=spd.paper_losses("gpt2"), steps=3)
+    run = tiny_decompose(model, sites="*", losses=spd.paper_losses("gpt2"), steps=2)
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
     assert {parameter.dtype for parameter in run.parameters()} == {wanted}
     assert np.isfinite(run.history.to_numpy()).all()
-    exact = tiny_decompose(tiny_host(dtype=torch.float64), sites="*", losses=spd.paper_losses("gpt2"), steps=1)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-3}.get(dtype, 0.3)
-    assert run.history.Recon[0] > 0
-    if dtype == torch.float64:
-        assert run.history.Recon[0] == pytest.approx(exact.history.Recon[0], rel=tolerance)
+    assert (run.history[["Recon", "StochasticRecon", "ReconPartial"]].to_numpy() > 0).all()
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode if False else torch.no_grad])
-def test_gradients_switched_off_outside_do_not_matter(off: Any) -> None:
+def test_gradients_switched_off_outside_do_not_matter() -> None:
     model = tiny_host()
     wanted = tiny_decompose(model)
-    with off():
+    with torch.no_grad():
         run = tiny_decompose(model)
         assert not torch.is_grad_enabled()
     assert same_runs(run, wanted)
@@ -472,7 +493,9 @@ def test_warm_up_stops_after_its_steps_and_can_be_off() -> None:
     one = tiny_decompose(model, warmup=spd.FaithfulnessWarmup(steps=1, lr=0.25), **settings).tensors()
     for name in fresh:  # the first step of Adam is lr times the sign of the gradient
         moved = 0.25 if name.startswith("components/") else 0.0
-        torch.testing.assert_close((one[name] - fresh[name]).abs(), torch.full_like(fresh[name], moved), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            (one[name] - fresh[name]).abs(), torch.full_like(fresh[name], moved), rtol=0, atol=1e-4
+        )
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------
@@ -494,17 +517,23 @@ class Breaks(spd.LossTerm):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "every", "kept", "message"),
     [
-        ("value", "Step 5: Breaks was not finite"),
-        ("gradient", r"Step 5: the gradient of components/blocks\.0\.mlp\.W_out/read was not finite"),
+        ("value", 6, None, "Step 5: Breaks was not finite"),
+        ("gradient", 2, 4, r"Step 5: the gradient of components/blocks\.0\.mlp\.W_out/read was not finite"),
+        ("gradient", 5, 5, r"Step 5: the gradient of components/blocks\.0\.mlp\.W_out/read was not finite"),
     ],
 )
-@pytest.mark.parametrize(("every", "kept"), [(1, 5), (2, 4), (6, None)])
-def test_the_last_good_checkpoint_is_kept(tmp_path: Path, what: str, message: str, every: int, kept: int | None) -> None:
+def test_the_last_good_checkpoint_is_kept(
+    tmp_path: Path, what: str, every: int, kept: int | None, message: str
+) -> None:
     model = tiny_host()
     settings: dict[str, Any] = dict(
-        steps=9, log_every=50, losses=[spd.StochasticRecon(1.0), Breaks(1.0, 5, what, 9)], out=tmp_path, checkpoint_every=every
+        steps=9,
+        log_every=50,
+        losses=[spd.StochasticRecon(1.0), Breaks(1.0, 5, what, 9)],
+        out=tmp_path,
+        checkpoint_every=every,
     )
     for resume in (False, True):  # it stops there again
         with pytest.raises(spd.NonFiniteLossError, match=message):
@@ -512,22 +541,268 @@ def test_the_last_good_checkpoint_is_kept(tmp_path: Path, what: str, message: st
         if kept is None:
             assert not (tmp_path / "checkpoint").exists()
             continue
-        run = spd.load(tmp_path / "checkpoint", model)
-        good = tiny_decompose(model, **settings | {"steps": 9, "losses": [spd.StochasticRecon(1.0), Breaks(1.0, 9, what, 9)], "out": None, "checkpoint_every": None})
-        assert tl_spd.storage.read_record(tmp_path / "checkpoint")["step"] == kept
-        assert all(bool(value.isfinite().all()) for value in run.tensors().values())
-        assert not same_runs(run, good)
+        assert storage.read_record(tmp_path / "checkpoint")["step"] == kept
+    if kept is not None:
+        good = {"losses": [spd.StochasticRecon(1.0), Breaks(1.0, 9, what, 9)], "out": tmp_path / "good"}
+        with pytest.raises(KeyboardInterrupt):
+            tiny_decompose(model, stopping(kept, draw=False), **settings | good)
+        assert same_runs(spd.load(tmp_path / "checkpoint", model), spd.load(tmp_path / "good" / "checkpoint", model))
     assert not (tmp_path / "record.json").exists()
 
 
 def test_a_weighted_sum_that_overflows_is_named() -> None:
     with pytest.raises(spd.NonFiniteLossError, match="Step 0: loss was not finite"):
-        tiny_decompose(tiny_host(dtype=torch.float32), losses=[spd.Faithfulness(1e39 if False else 3e38), Size(3e38)])
+        tiny_decompose(tiny_host(dtype=torch.float32), losses=[spd.ImportanceMinimality(3e38)])
 
 
 def test_a_warm_up_that_diverges_is_named() -> None:
     with pytest.raises(spd.NonFiniteLossError, match="Step 1 of the faithfulness warm-up"):
         tiny_decompose(tiny_host(), warmup=spd.FaithfulnessWarmup(steps=5, lr=1e200))
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def stopping(at: int | None = None, error: type[BaseException] = KeyboardInterrupt, draw: bool = True) -> Any:
+    """A function that draws its batches (or always gives the same one) and raises ``error`` at step ``at``."""
+
+    def data(step: int, generator: torch.Generator) -> Tensor:
+        tokens = torch.randint(0, 11, (3, 5), generator=generator) if draw else tiny_tokens()
+        if step == at:
+            raise error
+        return tokens
+
+    return data
+
+
+LONG: dict[str, Any] = dict(
+    steps=8,
+    log_every=3,
+    sites="blocks.1.mlp.*",
+    losses=[spd.Faithfulness(9.0), spd.ImportanceMinimality(0.1), spd.StochasticRecon(1.0), spd.ReconPartial(1.0)],
+    optimizer=spd.Optimizer(lr=0.01, kind="adamw", weight_decay=0.1, clip=1.0),
+    schedule=spd.Schedule("cosine", warmup=2),
+    warmup=spd.FaithfulnessWarmup(steps=3),
+)
+
+
+@pytest.mark.parametrize(
+    ("every", "at", "kept", "dtype"),
+    [
+        (1, 1, 1, torch.float32),
+        (2, 5, 4, torch.bfloat16),
+        (3, 7, 6, torch.float32),
+        (5, 4, None, torch.float32),
+    ],
+)
+def test_resuming_gives_the_unbroken_run(
+    tmp_path: Path, every: int, at: int, kept: int | None, dtype: torch.dtype
+) -> None:
+    model = tiny_host(dtype=torch.float64).to(dtype)
+    unbroken = tiny_decompose(model, stopping(), **LONG)
+    settings = LONG | {"out": tmp_path, "checkpoint_every": every}
+    with pytest.raises(ZeroDivisionError):
+        tiny_decompose(model, stopping(at, ZeroDivisionError), **settings)
+    if kept is None:
+        assert not storage.holds_record(tmp_path / "checkpoint")
+    else:
+        record = storage.read_record(tmp_path / "checkpoint")
+        assert (record["step"], len(record["history"].get("step", []))) == (kept, kept // 3)
+    torch.rand(5)
+    resumed = tiny_decompose(model, stopping(), resume=True, **settings)
+    assert same_runs(resumed, unbroken)
+    assert list(resumed.history.dtypes) == list(unbroken.history.dtypes)
+    assert same_runs(spd.load(tmp_path, model), unbroken)
+    assert same_runs(spd.load(tmp_path / "checkpoint", model), unbroken)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: tiny_tokens(8),
+        lambda: [tiny_tokens(seed=seed) for seed in range(3)],
+        lambda: (tiny_tokens(seed=seed) for seed in range(8)),
+    ],
+    ids=["tensor", "list", "generator"],
+)
+def test_resuming_takes_up_the_data_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Callable[[], Any]
+) -> None:
+    model = tiny_host()
+    batch_size = 4 if isinstance(data(), Tensor) else None
+    settings = LONG | dict(checkpoint_every=3, out=tmp_path, batch_size=batch_size)
+    settings["losses"] = [spd.StochasticRecon(1.0), Stop(1.0, 5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "error", ZeroDivisionError)
+        with pytest.raises(ZeroDivisionError):
+            tiny_decompose(model, data(), **settings)
+    resumed = tiny_decompose(model, data(), resume=True, **settings)
+    unbroken = tiny_decompose(model, data(), **settings | {"out": None, "checkpoint_every": None})
+    assert same_runs(resumed, unbroken)
+
+
+@dataclass(frozen=True)
+class Stop(spd.LossTerm):
+    """Worth nothing; raises ``Stop.error`` at step ``at`` of 8, in the middle of the step."""
+
+    error: ClassVar[type[BaseException] | None] = None
+    at: int = 0
+
+    def value(self, step: spd.Step) -> Tensor:
+        if Stop.error is not None and round(step.progress * 7) == self.at:
+            torch.rand(3, generator=step.generator)
+            raise Stop.error
+        return next(iter(step.run.components.values())).read.sum() * 0
+
+
+@pytest.mark.parametrize(("where", "at"), [("data", 0), ("data", 7), ("term", 4), ("backward", 0), ("backward", 4)])
+def test_an_interrupt_writes_the_last_complete_step(
+    tmp_path: Path, where: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_host(dtype=torch.float32)
+    settings = LONG | {"losses": [*LONG["losses"], Stop(1.0, at)], "out": tmp_path}
+    unbroken = tiny_decompose(model, stopping(), **settings | {"out": None})
+    with monkeypatch.context() as patch:
+        patch.setattr(Stop, "error", KeyboardInterrupt if where == "term" else None)
+        if where == "backward":
+            calls, real = [], Tensor.backward
+
+            def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+                calls.append(self)
+                if len(calls) == at + 1:
+                    raise KeyboardInterrupt
+                real(self, *args, **kwargs)
+
+            patch.setattr(Tensor, "backward", backward)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_decompose(model, stopping(at if where == "data" else None), **settings)
+    assert storage.read_record(tmp_path / "checkpoint")["step"] == at
+    assert not storage.holds_record(tmp_path)
+    assert same_runs(tiny_decompose(model, stopping(), resume=True, **settings), unbroken)
+
+
+def test_an_interrupt_amid_the_optimiser_step_keeps_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls, real = tiny_host(), [], torch.optim.Adam.step
+
+    def step(self: Any) -> None:
+        real(self)
+        calls.append(self)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_decompose(model, steps=6, out=tmp_path, checkpoint_every=2)
+    assert storage.read_record(tmp_path / "checkpoint")["step"] == 2
+    resumed = tiny_decompose(model, steps=6, out=tmp_path, checkpoint_every=2, resume=True)
+    assert same_runs(resumed, tiny_decompose(model, steps=6))
+
+
+def test_an_interrupt_without_a_folder_or_in_the_warm_up_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tiny_decompose(tiny_host(), stopping(2))
+    monkeypatch.setattr(spd.Faithfulness, "value", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tiny_decompose(tiny_host(), out=tmp_path, warmup=spd.FaithfulnessWarmup())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> tuple[HookedTransformer, dict[str, Any]]:
+    """A host and the settings of a training on it that was interrupted at step 2 of 4."""
+    model, settings = tiny_host(), {"out": tmp_path, "checkpoint_every": 1}
+    with pytest.raises(KeyboardInterrupt):
+        tiny_decompose(model, stopping(2, draw=False), **settings)
+    return model, settings
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 1},
+    "steps": {"steps": 9},
+    "C": {"C": 4},
+    "sites": {"sites": "blocks.0.mlp.W_out"},
+    "losses": {"losses": [spd.Faithfulness(3.0), spd.StochasticRecon(0.5), spd.Recon(0.7)]},
+    "importance": {"importance": spd.Vector(d_gate=3)},
+    "optimizer": {"optimizer": spd.Optimizer(lr=0.1)},
+    "schedule": {"schedule": spd.Schedule("linear")},
+    "last_token_only": {"last_token_only": True},
+    "log_every": {"log_every": 2},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_resuming_with_other_settings_is_refused(stopped: Any, name: str) -> None:
+    model, settings = stopped
+    with pytest.raises(ValueError, match=rf"other settings \(then, now\): \{{'{name}': \(.*\)\}}\.$"):
+        tiny_decompose(model, resume=True, **settings | CHANGES[name])
+    assert storage.read_record(settings["out"] / "checkpoint")["step"] == 2
+
+
+def test_resuming_on_other_weights_is_refused(stopped: Any) -> None:
+    _, settings = stopped
+    with pytest.raises(ValueError, match="made for other weights"):
+        tiny_decompose(tiny_host(seed=1), resume=True, **settings)
+
+
+def test_a_new_start_does_not_overwrite_an_unfinished_one(stopped: Any) -> None:
+    model, settings = stopped
+    with pytest.raises(ValueError, match=r"stopped at step 2 of 4\. Pass resume=True to continue it, or another out="):
+        tiny_decompose(model, **settings)
+    resumed = tiny_decompose(model, resume=True, **settings)
+    assert same_runs(resumed, tiny_decompose(model))
+    again = tiny_decompose(model, lambda *_: pytest.fail("trained again"), resume=True, **settings)
+    assert same_runs(again, resumed)
+    with pytest.raises(ZeroDivisionError):  # a finished one gives way, at once
+        tiny_decompose(model, stopping(0, ZeroDivisionError), seed=1, **settings)
+    assert not storage.holds_record(settings["out"] / "checkpoint")
+    assert same_runs(spd.load(settings["out"], model), resumed)
+
+
+SPOILT: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
+    "a run": (lambda record, tensors: record.pop("step"), "holds no training state"),
+    "no settings": (lambda record, tensors: record.update(settings=None), "holds no training state"),
+    "no generator": (lambda record, tensors: tensors.pop("training/generator/mask"), "KeyError.*generator/mask"),
+    "short generator": (
+        lambda record, tensors: tensors.update({"training/generator/data": torch.ones(3).byte()}),
+        "damaged",
+    ),
+    "other shape": (
+        lambda record, tensors: tensors.update({"training/optimizer/0/exp_avg": torch.ones(3)}),
+        "does not fit",
+    ),
+    "no such parameter": (
+        lambda record, tensors: tensors.update({"training/optimizer/99/exp_avg": torch.ones(3)}),
+        "damaged",
+    ),
+    "not finite": (lambda record, tensors: tensors["training/optimizer/1/exp_avg_sq"].fill_(NAN), "not finite"),
+    "odd name": (lambda record, tensors: tensors.update({"training/optimizer/x": torch.ones(3)}), "damaged"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_spoilt_training_state_is_refused(stopped: Any, case: str) -> None:
+    model, settings = stopped
+    spoil, message = SPOILT[case]
+    record, tensors = storage.read_folder(settings["out"] / "checkpoint")
+    del record["schema_version"], record["tensors"]
+    spoil(record, tensors)
+    storage.write_folder(settings["out"] / "checkpoint", record, tensors)
+    with pytest.raises(spd.StorageError, match=message):
+        tiny_decompose(model, resume=True, **settings)
+
+
+def test_a_damaged_checkpoint_is_refused(stopped: Any) -> None:
+    model, settings = stopped
+    (file,) = (settings["out"] / "checkpoint").glob("tensors-*")
+    file.write_bytes(file.read_bytes()[:-1])
+    for resume in (True, False):
+        with pytest.raises(spd.StorageError, match="is damaged"):
+            tiny_decompose(model, resume=resume, **settings)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -559,18 +834,25 @@ class Plain(spd.ImportanceSpec):
     """A specification that is no dataclass."""
 
 
-NAN = float("nan")
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown": ({"stepz": 3}, TypeError, r"no settings \['stepz'\]"),
     "steps": ({"steps": 0}, ValueError, "steps must be a whole number of at least 1, found 0"),
     "log_every": ({"log_every": 0}, ValueError, "log_every must be a whole number"),
     "batch_size": ({"batch_size": 0}, ValueError, "batch_size must be a whole number"),
-    "batch_size of a list": ({"batch_size": 2, "data": [tiny_tokens()]}, ValueError, "batch_size draws rows of one token"),
+    "batch_size of a list": (
+        {"batch_size": 2, "data": [tiny_tokens()]},
+        ValueError,
+        "batch_size draws rows of one token",
+    ),
     "max_rows": ({"max_rows": 0}, ValueError, "max_rows must be a whole number"),
     "C": ({"C": 0}, ValueError, "C must be a whole number of at least 1, found 0"),
     "C of a pattern": ({"C": {"*": 3, "blocks.0.*": -1}}, ValueError, r"C\['blocks.0.\*'\] must be .* found -1"),
     "C without a match": ({"C": {"*": 3, "blocks.7.*": 4}}, ValueError, r"'blocks.7.\*', which matches none of"),
-    "C for some sites": ({"C": {"blocks.0.*": 3}}, ValueError, r"no number of subcomponents for \['blocks.1.mlp.W_out'\]"),
+    "C for some sites": (
+        {"C": {"blocks.0.*": 3}},
+        ValueError,
+        r"no number of subcomponents for \['blocks.1.mlp.W_out'\]",
+    ),
     "sites": ({"sites": "blocks.*.mlp.W_gate"}, ValueError, "'blocks.*.mlp.W_gate' matches nothing here"),
     "one of the sites": ({"sites": ["*", "nothing"]}, ValueError, "'nothing' matches nothing here"),
     "no sites": ({"sites": []}, ValueError, "No site pattern was given"),
@@ -581,7 +863,11 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "importance no dataclass": ({"importance": Plain()}, TypeError, "a specification such as spd.Vector"),
     "field no JSON": ({"losses": [Pointing(1.0, torch.ones(2))]}, TypeError, "finite plain values: .*Tensor"),
     "infinite": ({"losses": [spd.Recon(float("inf"))]}, TypeError, "finite plain values"),
-    "checkpoint_every": ({"out": "x", "checkpoint_every": 0}, ValueError, "checkpoint_every must be at least 1, found 0"),
+    "checkpoint_every": (
+        {"out": "x", "checkpoint_every": 0},
+        ValueError,
+        "checkpoint_every must be at least 1, found 0",
+    ),
     "checkpoint_every alone": ({"checkpoint_every": 2}, ValueError, "need a folder: pass out="),
     "resume alone": ({"resume": True}, ValueError, "need a folder: pass out="),
     "no host": ({"model": torch.nn.Linear(2, 2)}, TypeError, "HookedTransformer"),
@@ -589,14 +875,13 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_SETTINGS)
+@pytest.mark.usefixtures("unchecked")
 def test_bad_settings_are_refused_before_anything_is_built(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     changes, error, message = BAD_SETTINGS[case]
     changes = {key: tmp_path / "out" if key == "out" else value for key, value in changes.items()}
     monkeypatch.setattr(tl_spd.train, "new_run", lambda *_: pytest.fail("something was built"))
-    if case == "no host":
-        pytest.skip("checked by the annotations here") if False else None
     with pytest.raises(error, match=message):
         tiny_decompose(changes.pop("model", tiny_host()), **changes)
     assert not (tmp_path / "out").exists()
@@ -627,6 +912,7 @@ def test_a_folder_that_cannot_be_made_is_noticed_at_once(tmp_path: Path, monkeyp
         (lambda: spd.Recon(-1.0), "coeff must be a number of at least 0"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_parts_of_settings(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

@@ -87,7 +87,7 @@ def tiny_run(
     importance: ImportanceSpec = TINY_VECTOR,
     seed: int = 0,
 ) -> Run:
-    """A Run with random components and importances strictly inside (0.2, 0.8), away from the kinks of the sigmoids."""
+    """A Run with random components and importances around 0.5, away from the kinks but in hosts with an MLP and no norm."""
     found = find_sites(model, sites)
     run = new_run(model, found, {site.name: C for site in found}, importance, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -97,7 +97,7 @@ def tiny_run(
             if name.endswith("b1"):
                 parameter.data = 0.3 * noise
             elif name.endswith("W2"):
-                parameter.data = 0.02 * noise
+                parameter.data = 0.004 * noise
             elif name.endswith("b2"):
                 parameter.data = 0.5 + 0.05 * noise
             elif name in ("absolute", "relative"):

@@ -14,7 +14,6 @@ A specification is a frozen dataclass; a new importance function is one subclass
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from tl_spd.attend import BACKENDS, Backend, attend
 from tl_spd.gates import scalar_gates, vector_gates
 from tl_spd.sites import Site
 
@@ -216,16 +216,13 @@ class SharedImportance(nn.Module):
         return F.gelu(x @ self.W1 + self.b1) @ self.W2 + self.b2
 
 
-Backend = Literal["auto", "eager", "sdpa"]
-
-
 @dataclass(frozen=True)
 class Attention(ImportanceSpec):
     """A minimal attention head across the tokens before the gates.
 
     ``d_attn`` is the width of queries and keys (default: that of the input). ``relative="vector"``: a table ``[2 n_ctx,
     d_attn]`` meets the queries, ``r_ij = q_i . R[j - i + n_ctx]``; ``"scalar"``: a table ``[2 n_ctx]`` of biases.
-    ``backend``: ``eager`` builds the scores, ``sdpa`` uses torch's fused attention; the same numbers.
+    ``backend``: see :mod:`tl_spd.attend`; the same numbers from each.
     """
 
     d_gate: int = 16
@@ -237,8 +234,8 @@ class Attention(ImportanceSpec):
         _positive(d_gate=self.d_gate, d_attn=self.d_attn)
         if self.relative not in ("vector", "scalar"):
             raise ValueError(f"relative must be 'vector' or 'scalar', found {self.relative!r}.")
-        if self.backend not in ("auto", "eager", "sdpa"):
-            raise ValueError(f"backend must be 'auto', 'eager' or 'sdpa', found {self.backend!r}.")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, found {self.backend!r}.")
 
     def build(self, site: Site, C: int, n_ctx: int, normal: Callable[..., Tensor]) -> nn.Module:
         """See :meth:`ImportanceSpec.build`."""
@@ -279,38 +276,3 @@ class AttentionImportance(nn.Module):
     def _relative_table(self, pos: int) -> Tensor:
         """The entries ``j - i`` from ``-(pos - 1)`` to ``pos - 1``: ``[2 pos - 1, d_attn]`` or ``[2 pos - 1]``."""
         return self.relative[self.n_ctx - pos + 1 : self.n_ctx + pos]
-
-
-def attend(
-    q: Float[Tensor, "batch pos d_attn"],
-    k: Float[Tensor, "batch pos d_attn"],
-    v: Float[Tensor, "batch pos d_in"],
-    relative: Tensor,
-    real: Bool[Tensor, "batch pos"] | None = None,
-    backend: Backend = "auto",
-) -> Float[Tensor, "batch pos d_in"]:
-    """One bidirectional head: ``softmax((q_i . k_j + r_ij) / sqrt(d_attn)) v_j``, padding never attended to.
-
-    ``relative`` is ``[2 pos - 1, d_attn]`` (``r_ij = q_i . relative[j - i + pos - 1]``) or ``[2 pos - 1]``
-    (``r_ij = relative[j - i + pos - 1]``). A sequence of padding alone attends evenly.
-    """
-    r = relative_scores(q, relative)
-    lowest = torch.finfo(q.dtype).min / 4  # finite, so that a row without any real token stays defined
-    bias = r if real is None else r.masked_fill(~real[:, None, :], lowest)
-    scale = 1 / math.sqrt(q.shape[-1])
-    if backend == "eager":
-        return torch.softmax((q @ k.mT + bias) * scale, dim=-1) @ v
-    out = F.scaled_dot_product_attention(
-        q[:, None], k[:, None], v[:, None], attn_mask=(bias * scale)[:, None], scale=scale
-    )
-    return out[:, 0]
-
-
-def relative_scores(q: Float[Tensor, "batch pos d_attn"], relative: Tensor) -> Float[Tensor, "#batch pos pos"]:
-    """``r_ij``: the products ``q @ relative^T`` read along their diagonals, without indices."""
-    pos = q.shape[1]
-    table = q @ relative.T if relative.ndim == 2 else relative.expand(1, pos, -1)
-    # Row i wants columns pos-1-i .. 2pos-2-i; in row-major order they start at i * (2 pos - 2) + pos - 1.
-    flat = table.reshape(table.shape[0], -1)[:, pos - 1 :]
-    width = max(2 * pos - 2, 1)
-    return flat[:, : pos * width].reshape(table.shape[0], pos, width)[:, :, :pos]

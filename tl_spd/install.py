@@ -93,11 +93,9 @@ def pass_hooks(model: HookedTransformer, run: Run, chosen: Pass, importances: Im
 
 
 def _producer(model: HookedTransformer, run: Run, site: Site, chosen: Pass, inputs: dict[str, Tensor]) -> Any:
-    def produce(like: Tensor) -> Tensor:
-        mask, rows = chosen.masks[site.name], chosen.rows.get(site.name)
-        return masked_output(model, run, site, inputs[site.name], mask, like, rows)
-
-    return produce
+    return lambda like: masked_output(
+        model, run, site, inputs[site.name], chosen.masks[site.name], like, chosen.rows.get(site.name)
+    )
 
 
 @contextmanager
@@ -156,6 +154,7 @@ class _Installation:
             make_masks(self.masks, {}, self.generator)  # refuses unknown names and a missing generator
             if lacking := [s.name for s in self.sites if self.given is not None and s.name not in self.given]:
                 raise ValueError(f"importances= lacks {lacking}; give one tensor per site, or choose sites=.")
+            self.given = self.given and {site.name: self.given[site.name] for site in self.sites}
         else:
             check_masks(self.masks, self.sites, counts)
             self.sites = [site for site in self.sites if site.name in self.masks]
@@ -213,15 +212,16 @@ class _Installation:
         return make_masks(self.masks, found, self.generator, self.threshold)
 
     def producer(self, site: Site) -> Any:
-        def produce(like: Tensor) -> Tensor | None:
-            if self.now is None:
-                raise RuntimeError(f"{site.name} was reached outside a call: use model(...), not its parts.")
-            x = self.reader.inputs.pop(site.name)
-            if getattr(parameter(self.model, site), "entered", 0) > self.entered:
-                return None  # suppressed inside this context: the innermost wins
-            return masked_output(self.model, self.run, site, x, self.now[site.name], like)
+        return lambda like: self.produce(site, like)
 
-        return produce
+    def produce(self, site: Site, like: Tensor) -> Tensor | None:
+        if self.now is None:
+            self.reader.inputs.clear()
+            raise RuntimeError(f"{site.name} was reached outside a call: use model(...), not its parts.")
+        x = self.reader.inputs.pop(site.name)
+        if getattr(parameter(self.model, site), "entered", 0) > self.entered:
+            return None  # suppressed inside this context: the innermost wins
+        return masked_output(self.model, self.run, site, x, self.now[site.name], like)
 
 
 def _check_host(model: HookedTransformer, sites: Iterable[Site]) -> None:
@@ -288,12 +288,10 @@ class _Original:
                 return start.attention_mask.bool()
         tokens = given["input"] if given.get("start_at_layer") is None else given.get("tokens")
         if isinstance(tokens, str | list):
-            names = ("prepend_bos", "padding_side")
-            tokens = self.model.to_tokens(tokens, **{name: given[name] for name in names if name in given})
+            tokens = self.twin.to_tokens(tokens, **{k: given[k] for k in ("prepend_bos", "padding_side") if k in given})
         if tokens is None:
             return None
-        side = given.get("padding_side")
-        side = side if side in ("left", "right") else None  # else TransformerLens's mark for "the tokenizer's own"
+        side = given["padding_side"] if given.get("padding_side") in ("left", "right") else None  # the tokenizer's
         return padding_mask(self.model, tokens[None] if tokens.ndim == 1 else tokens, given.get("attention_mask"), side)
 
     def with_cache(self, cache: KeyValueCache, given: dict[str, Any]) -> Importances:

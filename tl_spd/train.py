@@ -68,7 +68,7 @@ class Schedule:
     """Factor on the learning rate: linear ``warmup`` (steps, or a fraction of all below 1), then ``kind`` down to ``final``."""
 
     kind: Literal["constant", "cosine", "linear"] = "constant"
-    warmup: float = 0
+    warmup: int | float = 0
     final: float = 0.0
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def decompose(
     sites: str | Iterable[str],
     C: int | Mapping[str, int],
     steps: int,
-    importance: ImportanceSpec = Vector(),
+    importance: ImportanceSpec = Vector(),  # noqa: B008 - frozen
     losses: Iterable[LossTerm] | None = None,
     out: str | Path | None = None,
     checkpoint_every: int | None = None,
@@ -218,8 +218,8 @@ def decompose(
     sites = sites if isinstance(sites, str) else tuple(sites)
     terms = paper_losses("gpt2") if losses is None else tuple(losses)
     chosen = Settings(sites, C, importance, terms, steps, **settings)
-    batches = Batches(data, model, chosen.batch_size)
     found = find_sites(model, sites)
+    batches = Batches(data, model, chosen.batch_size)
     fresh = (found, chosen.counts([site.name for site in found]), importance, chosen.init, chosen.seed)
     folder = _checkpoint_folder(out, checkpoint_every, resume)
     saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
@@ -262,8 +262,8 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
         raise storage.StorageError(f"{folder} holds no training state; it is no checkpoint of spd.decompose.")
     if not resume and step != then.get("steps"):
         raise ValueError(
-            f"{folder} holds a decomposition that stopped at step {step} of {then.get('steps')}. Pass resume=True to continue it, "
-            "or another out=, or remove that folder."
+            f"{folder} holds a decomposition that stopped at step {step} of {then.get('steps')}. Pass resume=True to "
+            "continue it, or another out=, or remove that folder."
         )
     if not resume:
         storage.discard(folder)  # of a finished training, which would be taken for this one's later

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from tl_spd.sites import (
     Hook,
@@ -55,28 +55,30 @@ class Reader:
     def _watch(self, model: HookedTransformer, path: str, here: list[Site]) -> None:
         module = model.get_submodule(path)
         late = {"W_O": "hook_z", "W_out": "hook_post", "W_U": "hook_in"}
-        early = [site for site in here if site.kind not in late]
-
-        def at_entry(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            for site in early:
-                self.inputs[site.name] = _entry_input(site, args, kwargs)
-
-        if early:
-            self._handles.append(module.register_forward_pre_hook(at_entry, with_kwargs=True))
+        if early := [site for site in here if site.kind not in late]:
+            handle = module.register_forward_pre_hook(
+                lambda reached, args, kwargs: self._at_entry(module, early, reached, args, kwargs), with_kwargs=True
+            )
+            self._handles.append(handle)
         for site in here:
             if site.kind in late:
                 self._watch_last(getattr(module, late[site.kind]), site)
 
     def _watch_last(self, point: HookPoint, site: Site) -> None:
-        def keep(_: nn.Module, __: tuple, value: Tensor) -> None:
+        handle = point.register_forward_hook(lambda reached, _, value: self._at_last(point, site, reached, value))
+        last = point.register_forward_pre_hook(lambda reached, _: reached._forward_hooks.move_to_end(handle.id))
+        self._handles += [handle, last]  # a hook added later may change the value: read behind it
+
+    def _at_entry(self, own: nn.Module, sites: list[Site], reached: nn.Module, args: tuple, kwargs: dict) -> None:
+        if reached is own:  # and not that of a deep copy of the host, which takes its hooks along
+            self.inputs.update({site.name: _entry_input(site, args, kwargs) for site in sites})
+
+    def _at_last(self, own: nn.Module, site: Site, reached: nn.Module, value: Tensor) -> None:
+        if reached is own:
+            if reached._backward_hooks:  # they see the masked pass, which branches off here
+                watch = BackwardHook(reached, [*reached._backward_hooks.values()], [])
+                value = watch.setup_output_hook(watch.setup_input_hook((value,))[0])
             self.inputs[site.name] = value.flatten(2)
-
-        handle = point.register_forward_hook(keep)
-
-        def go_last(*_: object) -> None:  # a hook added later may change the value: read behind it
-            point._forward_hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
-
-        self._handles += [handle, point.register_forward_pre_hook(go_last)]
 
     def remove(self) -> None:
         """Take the hooks away and forget the inputs."""
@@ -122,15 +124,24 @@ def read_hooks(
 
 
 def _keep(inputs: dict[str, Tensor], sites: Sequence[Site], norm: Any = None) -> Callable[..., None]:
-    def keep(value: Tensor, hook: HookPoint) -> None:
-        if norm is not None:  # hook_normalized shows the value before the norm's own gain and bias
-            value = value.to(norm.cfg.dtype)
-            value = value * norm.w if hasattr(norm, "w") else value
-            value = value + norm.b if hasattr(norm, "b") else value
-        for site in sites:
-            inputs[site.name] = value.flatten(2) if site.kind == "W_O" else value
+    return lambda value, hook: _kept(inputs, sites, norm, value)
 
-    return keep
+
+def _kept(inputs: dict[str, Tensor], sites: Sequence[Site], norm: Any, value: Tensor) -> None:
+    if norm is not None:  # hook_normalized shows the value before the norm's own gain and bias
+        value = value.to(norm.cfg.dtype)
+        value = value * norm.w if hasattr(norm, "w") else value
+        value = value + norm.b if hasattr(norm, "b") else value
+    inputs.update({site.name: value.flatten(2) if site.kind == "W_O" else value for site in sites})
+
+
+def _restart(turn: list[str]) -> None:
+    turn[:] = HEAD_INPUTS
+
+
+def _kept_in_turn(inputs: dict[str, Tensor], here: dict[str, Site], turn: list[str], norm: Any, value: Tensor) -> None:
+    kind = turn.pop(0)  # the block norms its attention's three inputs in the order Q, K, V
+    _kept(inputs, [here[kind]] if kind in here else [], norm, value)
 
 
 def _attention_reads(
@@ -143,42 +154,31 @@ def _attention_reads(
     if model.cfg.use_split_qkv_input:
         hooks += [(f"{prefix}hook_{kind[-1].lower()}_input", _keep(inputs, [site])) for kind, site in here.items()]
     if hasattr(block.ln1, "hook_normalized"):
-        calls = [0]  # the block norms its attention's three inputs in the order Q, K, V
-
-        def on_normalized(value: Tensor, hook: HookPoint) -> None:
-            site = here.get(("W_Q", "W_K", "W_V")[calls[0] % 3])
-            calls[0] += 1
-            if site is not None:
-                _keep(inputs, [site], block.ln1)(value, hook)
-
-        def restart(value: Tensor, hook: HookPoint) -> None:
-            calls[0] = 0
-
-        hooks += [(prefix + "hook_resid_pre", restart), (prefix + "ln1.hook_normalized", on_normalized)]
+        turn: list[str] = []
+        hooks += [
+            (prefix + "hook_resid_pre", lambda value, hook: _restart(turn)),
+            (prefix + "ln1.hook_normalized", lambda value, hook: _kept_in_turn(inputs, here, turn, block.ln1, value)),
+        ]
     if model.cfg.positional_embedding_type == "shortformer":
         hooks += _shortformer_reads(prefix, here, inputs)
     return hooks
 
 
 def _shortformer_reads(prefix: str, here: dict[str, Site], inputs: dict[str, Tensor]) -> list[Hook]:
-    positions: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    added = [site for site in here.values() if site.kind != "W_V"]
+    adds = [(f"{prefix}attn.hook_{site.kind[-1].lower()}", _add_positions(site, inputs, seen)) for site in added]
+    return [("hook_pos_embed", lambda value, hook: seen.update(now=value)), *adds]
 
-    def keep_positions(value: Tensor, hook: HookPoint) -> None:
-        positions["now"] = value
 
-    def add_positions(site: Site) -> Callable[..., None]:
-        def add(value: Tensor, hook: HookPoint) -> None:
-            if "now" not in positions:
-                raise RuntimeError("Shortformer positions were not seen: start the pass from tokens, not at a layer.")
-            x = inputs[site.name]
-            inputs[site.name] = x + (positions["now"] if x.ndim == 3 else positions["now"][:, :, None])
+def _add_positions(site: Site, inputs: dict[str, Tensor], seen: dict[str, Tensor]) -> Callable[..., None]:
+    return lambda value, hook: inputs.update({site.name: _with_positions(inputs[site.name], seen.get("now"))})
 
-        return add
 
-    adds = [
-        (f"{prefix}attn.hook_{kind[-1].lower()}", add_positions(site)) for kind, site in here.items() if kind != "W_V"
-    ]
-    return [("hook_pos_embed", keep_positions), *adds]
+def _with_positions(x: Tensor, positions: Tensor | None) -> Tensor:
+    if positions is None:
+        raise RuntimeError("Shortformer positions were not seen: start the pass from tokens, not at a layer.")
+    return x + (positions if x.ndim == 3 else positions[:, :, None])
 
 
 def _mlp_reads(model: HookedTransformer, layer: int, here: list[Site], inputs: dict[str, Tensor]) -> list[Hook]:
@@ -213,33 +213,30 @@ def write_hook(
     model: HookedTransformer, site: Site, produce: Callable[[Tensor], Tensor | None]
 ) -> tuple[str, Callable[..., Tensor | None]]:
     """A hook function that replaces ``site``'s output ``y`` by ``produce(y)``, or leaves it where that is None."""
-    name = write_point(model, site)
-
-    def write(value: Tensor, hook: HookPoint) -> Tensor | None:
-        return produce(value) if hook is model.hook_dict[name] else None  # a copy of the host takes its hooks along
-
-    write.tl_spd_write = True  # type: ignore[attr-defined]  # how installations recognise each other's
-    return name, write
+    return write_point(model, site), lambda value, hook: produce(value)
 
 
-def _writes_first(point: HookPoint, _: tuple) -> None:
-    """Before a hook point is used: writing hooks to the front in the order of installation (the innermost wins)."""
-    for handle in reversed(point.fwd_hooks):
-        if getattr(handle.user_hook, "tl_spd_write", False) and handle.hook.id in point._forward_hooks:
-            point._forward_hooks.move_to_end(handle.hook.id, last=False)  # type: ignore[attr-defined]
+def masked_by_tl_spd(tensor: Tensor, hook: HookPoint) -> None:
+    """Stands in the host's list of hooks for a masked output; without it the output is not masked any more."""
 
 
 @dataclass
 class HookSet:
-    """Hooks that this package put on a host: permanent for TransformerLens, run before everybody else's."""
+    """What writes on a host: ahead of all hooks of a point, as its input, so that backward hooks see it too."""
 
     _placed: list[tuple[HookPoint, Any, RemovableHandle]] = field(default_factory=list)
 
     def add(self, model: HookedTransformer, name: str, function: Callable[..., Tensor | None]) -> None:
-        """Add a writing hook."""
+        """Let a writing hook write at the hook point ``name``, behind earlier installations (the innermost wins)."""
         point = model.hook_dict[name]
-        point.add_hook(function, is_permanent=True)
-        self._placed.append((point, point.fwd_hooks[-1], point.register_forward_pre_hook(_writes_first)))
+        point.add_hook(masked_by_tl_spd, is_permanent=True)
+        handle = point.fwd_hooks[-1]
+        write = point.register_forward_pre_hook(
+            lambda reached, args: (
+                function(*args, hook=point) if reached is point and handle.hook.id in point._forward_hooks else None
+            )  # a deep copy of the host takes its hooks along
+        )
+        self._placed.append((point, handle, write))
 
     def missing(self) -> list[str]:
         """Names of hook points from which somebody else has removed our hook."""
@@ -247,9 +244,9 @@ class HookSet:
 
     def remove(self) -> None:
         """Remove exactly the hooks that were added."""
-        for point, handle, order in self._placed:
+        for point, handle, write in self._placed:
+            write.remove()
             handle.hook.remove()
-            order.remove()
             point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
         self._placed.clear()
 
@@ -263,7 +260,7 @@ def make_twin(model: HookedTransformer) -> HookedTransformer:
     memo |= {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in model.parameters()}
     for module in model.modules():
         for table, value in vars(module).items():
-            if value and (table.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) or table == "ctx"):
+            if (table.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) or table == "ctx") and value:
                 memo[id(value)] = type(value)()
     cfg = copy.copy(model.cfg)
     cfg.use_split_qkv_input = cfg.use_attn_in = cfg.use_attn_result = cfg.use_hook_mlp_in = False
@@ -291,16 +288,17 @@ class Start:
 
     resid: Float[Tensor, "batch pos d_model"]
     shortformer_positions: Float[Tensor, "batch pos d_model"] | None
-    attention_mask: Int[Tensor, "batch pos"] | None
+    attention_mask: Int[Tensor, "batch offset_pos"] | None
 
 
 def watch_starts(model: HookedTransformer, starts: dict[int, Start]) -> list[RemovableHandle]:
     """Keep in ``starts`` what each block is given; returns the hooks' handles."""
+    keep = [partial(_keep_start, starts, layer) for layer in range(len(model.blocks))]
+    return [block.register_forward_pre_hook(keep[i], with_kwargs=True) for i, block in enumerate(model.blocks)]
 
-    def keep(layer: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        starts[layer] = Start(args[0], kwargs.get("shortformer_pos_embed"), kwargs.get("attention_mask"))
 
-    return [block.register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i, block in enumerate(model.blocks)]
+def _keep_start(starts: dict[int, Start], layer: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
+    starts[layer] = Start(args[0], kwargs.get("shortformer_pos_embed"), kwargs.get("attention_mask"))
 
 
 @dataclass(frozen=True)

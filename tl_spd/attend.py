@@ -1,0 +1,108 @@
+"""One bidirectional attention head with a relative term, in interchangeable backends that give the same numbers.
+
+``softmax((q_i . k_j + r_ij) / sqrt(d_attn)) v_j`` with ``r_ij = q_i . R[j - i]`` (a table of vectors) or ``r_ij = b[j - i]`` (of
+biases). Padding is never attended to; there is no causal mask.
+
+- ``eager``: the scores as one tensor ``[batch, pos, pos]``.
+- ``sdpa``: the same scores through torch's fused attention.
+- ``blocked``: queries in blocks, each block's scores made again in the backward pass; nothing of the size ``pos x pos`` is
+  kept. The counterpart of flex attention where that has no backward pass (torch 2.13 on a CPU).
+- ``auto``: blocked from :data:`BLOCKED_FROM` positions on, eager below.
+
+The relative term is the product of queries and table read along its diagonals by a reshape: no index tensor, and no
+``[pos, pos, d_attn]`` copy of the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+Backend = Literal["auto", "eager", "sdpa", "blocked"]
+BACKENDS = ("auto", "eager", "sdpa", "blocked")
+
+BLOCKED_FROM = 1024
+"""Positions from which ``auto`` takes queries in blocks."""
+
+BLOCK_SCORES = 1 << 21
+"""Scores per block: batch x queries x positions."""
+
+
+def attend(
+    q: Float[Tensor, "batch pos d_attn"],
+    k: Float[Tensor, "batch pos d_attn"],
+    v: Float[Tensor, "batch pos d_in"],
+    relative: Tensor,
+    real: Bool[Tensor, "batch pos"] | None = None,
+    backend: Backend = "auto",
+) -> Float[Tensor, "batch pos d_in"]:
+    """What every position brings from all real positions.
+
+    ``relative`` is ``[2 pos - 1, d_attn]`` (``r_ij = q_i . relative[j - i + pos - 1]``) or ``[2 pos - 1]``
+    (``r_ij = relative[j - i + pos - 1]``). A sequence of padding alone attends evenly.
+    """
+    pos = q.shape[1]
+    if backend == "auto":
+        backend = "blocked" if pos >= BLOCKED_FROM else "eager"
+    if backend == "blocked":
+        step = max(1, min(pos, BLOCK_SCORES // max(1, q.shape[0] * pos)))
+        blocks = [(start, min(start + step, pos)) for start in range(0, pos, step)]
+        return torch.cat([_recomputed(_eager, q, k, v, relative, real, block) for block in blocks], dim=1)
+    return (_sdpa if backend == "sdpa" else _eager)(q, k, v, relative, real, (0, pos))
+
+
+def _recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _bias(q: Tensor, pos: int, relative: Tensor, real: Tensor | None, block: tuple[int, int]) -> Tensor:
+    """``r_ij`` of the queries of ``block``, with padded keys far below everything."""
+    start, stop = block
+    r = relative_scores(q, relative[pos - stop : 2 * pos - 1 - start], pos)
+    if real is None:
+        return r
+    lowest = torch.finfo(q.dtype).min / 4  # finite, so that a row without any real token stays defined
+    return r.masked_fill(~real[:, None, :], lowest)
+
+
+def _eager(
+    q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None, block: tuple[int, int]
+) -> Float[Tensor, "batch queries d_in"]:
+    q = q[:, block[0] : block[1]]
+    scores = q @ k.mT + _bias(q, k.shape[1], relative, real, block)
+    return torch.softmax(scores / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None, block: tuple[int, int]
+) -> Float[Tensor, "batch queries d_in"]:
+    scale = 1 / math.sqrt(q.shape[-1])
+    bias = _bias(q, k.shape[1], relative, real, block) * scale
+    bias = bias.expand(q.shape[0], -1, -1)[:, None]
+    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=scale)[:, 0]
+
+
+def relative_scores(
+    q: Float[Tensor, "batch queries d_attn"], relative: Tensor, pos: int
+) -> Float[Tensor, "#batch queries pos"]:
+    """``r_ij`` of consecutive queries: the products ``q @ relative^T`` read along their diagonals.
+
+    ``relative`` holds the ``pos + queries - 1`` entries that these queries meet, from the smallest ``j - i`` up.
+    """
+    queries = q.shape[1]
+    table = q @ relative.mT if relative.ndim == 2 else relative.expand(1, queries, -1)
+    if queries == 1:
+        return table
+    # Row i wants pos columns from queries - 1 - i on; in row-major order they start at i * width + queries - 1.
+    width = relative.shape[0] - 1
+    flat = table.reshape(table.shape[0], -1)[:, queries - 1 :]
+    return flat[:, : queries * width].reshape(table.shape[0], queries, width)[:, :, :pos]
