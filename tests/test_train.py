@@ -124,8 +124,10 @@ def hand_made_step(
 ) -> Parameters:
     """Step ``t`` (from 1) of Adam or AdamW; ``state`` holds the first and then the second moments and is updated."""
     norm = sum((grad**2).sum() for grad in grads) ** 0.5
-    new, count, lr = {}, len(grads), optimizer.lr * factor
+    new, count = {}, len(grads)
     for index, ((name, value), grad) in enumerate(zip(parameters.items(), grads, strict=True)):
+        own = optimizer.component_lr if name.startswith("components/") else None
+        lr = (optimizer.lr if own is None else own) * factor
         if optimizer.clip is not None and norm > optimizer.clip:
             grad = grad * (optimizer.clip / (norm + 1e-6))
         if optimizer.kind == "adam":
@@ -148,8 +150,9 @@ def hand_made_step(
         (spd.Optimizer(lr=0.02, weight_decay=0.3, betas=(0.5, 0.9)), spd.Schedule("cosine", warmup=2)),
         (spd.Optimizer(lr=0.01, clip=0.05), spd.Schedule()),
         (spd.Optimizer(lr=0.01, clip=1e6), spd.Schedule()),
+        (spd.Optimizer(lr=0.01, component_lr=0.003), spd.Schedule("linear")),
     ],
-    ids=["adam", "adamw linear", "adam L2 cosine", "clipped", "not clipped"],
+    ids=["adam", "adamw linear", "adam L2 cosine", "clipped", "not clipped", "two rates"],
 )
 def test_steps_are_hand_made_steps(optimizer: spd.Optimizer, schedule: spd.Schedule) -> None:
     model, tokens, steps = tiny_host(), tiny_tokens(), 3
@@ -897,9 +900,9 @@ def test_a_folder_that_cannot_be_made_is_noticed_at_once(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: spd.Optimizer(lr=-1.0), "lr and weight_decay must be at least 0"),
-        (lambda: spd.Optimizer(lr=NAN), "lr and weight_decay must be at least 0"),
-        (lambda: spd.Optimizer(weight_decay=-0.1), "lr and weight_decay must be at least 0"),
+        (lambda: spd.Optimizer(lr=-1.0), "learning rates and weight_decay must be at least 0"),
+        (lambda: spd.Optimizer(lr=NAN), "learning rates and weight_decay must be at least 0"),
+        (lambda: spd.Optimizer(weight_decay=-0.1), "learning rates and weight_decay must be at least 0"),
         (lambda: spd.Optimizer(clip=0.0), "clip above 0"),
         (lambda: spd.Optimizer(betas=(0.9, 1.0)), "betas must be at least 0 and below 1"),
         (lambda: spd.Optimizer(kind="sgd"), "kind must be 'adam' or 'adamw', found 'sgd'"),

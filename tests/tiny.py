@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from tl_spd.importance import ImportanceSpec, Vector
 from tl_spd.losses import Faithfulness, ImportanceMinimality, Recon, StochasticRecon
 from tl_spd.run import Run, new_run
+from tl_spd.settings import FaithfulnessWarmup
 from tl_spd.sites import find_sites
-from tl_spd.train import FaithfulnessWarmup, decompose
+from tl_spd.train import decompose
 
 VOCAB, N_CTX = 11, 8
 TINY_VECTOR = Vector(d_gate=2)
@@ -156,16 +157,21 @@ def host_parameters(model: HookedTransformer) -> dict[str, torch.nn.Parameter]:
     return {name.replace("attn._", "attn."): parameter for name, parameter in model.named_parameters()}
 
 
+def set_weights(model: HookedTransformer, matrices: Mapping[str, torch.Tensor]) -> None:
+    """Put the matrices ``[d_in, d_out]`` in the place of the weights so named."""
+    parameters = host_parameters(model)
+    for name, matrix in matrices.items():
+        if name.endswith(("W_Q", "W_K", "W_V")):
+            matrix = rearrange(matrix, "d (h k) -> h d k", h=parameters[name].shape[0])
+        elif name.endswith("W_O"):
+            matrix = rearrange(matrix, "(h k) d -> h k d", h=parameters[name].shape[0])
+        parameters[name].data.copy_(matrix)
+
+
 def with_weights(model: HookedTransformer, matrices: Mapping[str, torch.Tensor]) -> HookedTransformer:
     """A deep copy of ``model`` with the matrices ``[d_in, d_out]`` in the place of the weights so named."""
     copied = copy.deepcopy(model)
-    for name, matrix in matrices.items():
-        parameter = host_parameters(copied)[name]
-        if name.endswith(("W_Q", "W_K", "W_V")):
-            matrix = rearrange(matrix, "d (h k) -> h d k", h=parameter.shape[0])
-        elif name.endswith("W_O"):
-            matrix = rearrange(matrix, "(h k) d -> h k d", h=parameter.shape[0])
-        parameter.data.copy_(matrix)
+    set_weights(copied, matrices)
     return copied
 
 

@@ -25,10 +25,10 @@ from tl_spd.losses import paper_losses as paper_losses
 from tl_spd.masks import Pass as Pass
 from tl_spd.run import Run as Run
 from tl_spd.run import load as load
+from tl_spd.settings import FaithfulnessWarmup as FaithfulnessWarmup
+from tl_spd.settings import Optimizer as Optimizer
+from tl_spd.settings import Schedule as Schedule
+from tl_spd.settings import Settings as Settings
 from tl_spd.storage import StorageError as StorageError
-from tl_spd.train import FaithfulnessWarmup as FaithfulnessWarmup
 from tl_spd.train import NonFiniteLossError as NonFiniteLossError
-from tl_spd.train import Optimizer as Optimizer
-from tl_spd.train import Schedule as Schedule
-from tl_spd.train import Settings as Settings
 from tl_spd.train import decompose as decompose

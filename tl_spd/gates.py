@@ -21,6 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+gelu, gelu_backward = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
+
 BLOCK_BYTES = 1 << 20
 """Size of one block's hidden layer in bytes: about what two cores hold in their second-level caches."""
 
@@ -50,9 +52,12 @@ class _VectorGates(torch.autograd.Function):
         d_gate, C = W2.shape
         out = x.new_empty(x.shape[0], C)
         step = _rows_per_block(x.shape[0], d_gate * C, x.element_size())
+        pre, hidden = x.new_empty(step, d_gate * C), x.new_empty(step, d_gate * C)
         for start in range(0, x.shape[0], step or 1):
-            hidden = F.gelu(x[start : start + step] @ weights).view(-1, d_gate, C)
-            torch.sum(hidden.mul_(W2), dim=1, out=out[start : start + step])
+            rows = min(step, x.shape[0] - start)
+            torch.mm(x[start : start + rows], weights, out=pre[:rows])
+            gelu(pre[:rows], out=hidden[:rows])
+            torch.sum(hidden[:rows].view(rows, d_gate, C).mul_(W2), dim=1, out=out[start : start + rows])
         return out
 
     @staticmethod
@@ -63,14 +68,19 @@ class _VectorGates(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_weights, grad_W2 = torch.zeros_like(weights), torch.zeros_like(W2)
         step = _rows_per_block(x.shape[0], d_gate * C, x.element_size())
+        pre, hidden = x.new_empty(step, d_gate * C), x.new_empty(step, d_gate * C)
         for start in range(0, x.shape[0], step or 1):
-            block, g = x[start : start + step], grad[start : start + step, None]
-            pre = block @ weights
-            grad_W2 += F.gelu(pre).view(-1, d_gate, C).mul_(g).sum(0)
-            grad_pre = torch.ops.aten.gelu_backward((g * W2).view(-1, d_gate * C), pre)
-            grad_weights.addmm_(block.T, grad_pre)
+            rows = min(step, x.shape[0] - start)
+            block, g = x[start : start + rows], grad[start : start + rows, None]
+            before, after = pre[:rows], hidden[:rows]
+            torch.mm(block, weights, out=before)
+            gelu(before, out=after)
+            grad_W2 += after.view(rows, d_gate, C).mul_(g).sum(0)
+            torch.mul(g, W2, out=after.view(rows, d_gate, C))
+            gelu_backward(after, before, grad_input=before)
+            grad_weights.addmm_(block.T, before)
             if grad_x is not None:
-                torch.mm(grad_pre, weights.T, out=grad_x[start : start + step])
+                torch.mm(before, weights.T, out=grad_x[start : start + rows])
         return grad_x, grad_weights, grad_W2
 
 

@@ -28,8 +28,9 @@ from tl_spd.experiments.induction_target import InductionTask, TargetResult, Tar
 from tl_spd.importance import Attention, ImportanceSpec
 from tl_spd.losses import LossTerm, paper_losses
 from tl_spd.run import Run
+from tl_spd.settings import Optimizer, Schedule
 from tl_spd.sites import HookedTransformer
-from tl_spd.train import Optimizer, Schedule, decompose
+from tl_spd.train import decompose
 
 SITES = ("blocks.*.attn.W_[QKV]",)
 EVALUATION_SEED = 10_007
@@ -115,6 +116,7 @@ class InductionResult:
         save_file(state, out / "target.safetensors")
         self.target.history.to_csv(out / "target_history.csv", index=False)
         self.run.history.to_csv(out / "history.csv", index=False)
+        self.run.save(out / "run")
         for name in ("active", "unique", "metrics"):
             getattr(self, name).to_csv(out / f"{name}.csv", index=False)
         (out / "summary.json").write_text(json.dumps(self.summary(), indent=1))
@@ -188,7 +190,6 @@ def run_induction(
         schedule=settings.schedule,
         last_token_only=True,
         seed=settings.seed,
-        out=None if out is None else Path(out) / "run",
         progress=progress,
     )
     seconds = {"target": trained - started, "decomposition": time.perf_counter() - trained}
