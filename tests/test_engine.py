@@ -295,6 +295,24 @@ def test_passes_with_hooks_of_their_own_among_others(style: str, side: str | Non
     assert want[0]["Scaled"] != want[0]["Recon"]
 
 
+@pytest.mark.parametrize(
+    ("flag", "point"),
+    [
+        ("use_split_qkv_input", "blocks.0.hook_q_input"),
+        ("use_attn_in", "blocks.0.hook_attn_in"),
+        ("use_attn_result", "blocks.0.attn.hook_result"),
+        ("use_hook_mlp_in", "blocks.0.hook_mlp_in"),
+    ],
+)
+def test_a_passs_own_hook_at_a_point_that_a_flag_of_the_host_opens(flag: str, point: str) -> None:
+    model, tokens = tiny_host("gpt2", **{flag: True}), tiny_tokens()
+    run = tiny_run(model, "blocks.0.*")
+    terms = [spd.Recon(0.3), Scaled(0.9, point)]
+    want = plain.plain_step(model, run, terms, tokens, generator(3))
+    assert want[0]["Scaled"].item() != pytest.approx(want[0]["Recon"].item())
+    assert_same(engine_step(model, run, terms, tokens, generator(3)), want, TOLERANCE[torch.float64])
+
+
 HOOK_POINTS = [
     ("gpt2", "hook_embed"),
     ("gpt2", "hook_pos_embed"),

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import pandas as pd
 import torch
@@ -87,19 +86,17 @@ class InductionTask:
 # slow and decayed, W_pos fast and free). Gain: layer 0 may stay blurred while V, O and layer 1 amplify what
 # little of s arrives, so what amplifies is decayed and layer 0's W_Q, W_K are not. W_U and layer 1's V, O
 # keep a small decay, so that the cross-entropy, and with it the gradient, does not vanish.
-_LR_FACTOR = MappingProxyType({"embed.W_E": 0.3, "pos_embed.W_pos": 2.0})
-_WEIGHT_DECAY = MappingProxyType(
-    {
-        "embed.W_E": 0.6,
-        "blocks.0.attn.W_V": 0.3,
-        "blocks.0.attn.W_O": 0.3,
-        "blocks.1.attn.W_Q": 0.15,
-        "blocks.1.attn.W_K": 0.15,
-        "blocks.1.attn.W_V": 0.05,
-        "blocks.1.attn.W_O": 0.05,
-        "unembed.W_U": 0.05,
-    }
-)
+_LR_FACTOR = {"embed.W_E": 0.3, "pos_embed.W_pos": 2.0}
+_WEIGHT_DECAY = {
+    "embed.W_E": 0.6,
+    "blocks.0.attn.W_V": 0.3,
+    "blocks.0.attn.W_O": 0.3,
+    "blocks.1.attn.W_Q": 0.15,
+    "blocks.1.attn.W_K": 0.15,
+    "blocks.1.attn.W_V": 0.05,
+    "blocks.1.attn.W_O": 0.05,
+    "unembed.W_U": 0.05,
+}
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,8 @@ class TargetSettings:
     pos_std: float = 1.0
     qk_gain: float = 0.3
     log_every: int = 250
-    lr_factor: Mapping[str, float] = field(default_factory=lambda: _LR_FACTOR)
-    weight_decay: Mapping[str, float] = field(default_factory=lambda: _WEIGHT_DECAY)
+    lr_factor: Mapping[str, float] = field(default_factory=lambda: dict(_LR_FACTOR))
+    weight_decay: Mapping[str, float] = field(default_factory=lambda: dict(_WEIGHT_DECAY))
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "log_every", "warmup_steps", "decay_ramp"):
