@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 gelu, gelu_backward = torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input
 
-BLOCK_BYTES = 1 << 20
-"""Size of one block's hidden layer in bytes: about what two cores hold in their second-level caches."""
+BLOCK_BYTES = 1 << 21
+"""Size of one block's hidden layer in bytes: measured best on two cores with 1 MiB of second-level cache each."""
 
 
 def _rows_per_block(rows: int, hidden: int, element_size: int) -> int:
