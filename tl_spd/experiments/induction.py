@@ -66,8 +66,8 @@ class InductionSettings:
             "batch_size": 16,
         }
         presets = {
-            "quick": cls(TargetSettings.preset("quick", seed), steps=4_000, **fast),
-            "cpu": cls(TargetSettings.preset("cpu", seed), steps=16_000, **fast),
+            "quick": cls(TargetSettings.preset("quick", seed), steps=3_000, **fast),
+            "cpu": cls(TargetSettings.preset("cpu", seed), steps=10_000, **fast),
             "paper": cls(TargetSettings.preset("cpu", seed), steps=100_000, batch_size=1024),
         }
         if name not in presets:
