@@ -199,6 +199,28 @@ def test_with_the_logits_in_blocks(monkeypatch: pytest.MonkeyPatch, style: str, 
     assert_same(engine_step(model, run, TERMS, tokens, generator(3), mask), want, TOLERANCE[torch.float64])
 
 
+def test_the_blocks_bound_the_number_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five passes, fifteen scored positions, a vocabulary of eleven."""
+    model = tiny_host("gpt2")
+    engine = Engine(model, tiny_run(model, "blocks.1.*.W_O"))
+    batch = engine.observe(tiny_tokens())
+    found = engine.importances(batch)
+    passes = spd.StochasticRecon(samples=5).passes(found, generator())
+    own, sizes = engine_module._logits, []
+
+    def watched(rows: Tensor, W: Tensor, *others: Any) -> Tensor:
+        sizes.append(rows.shape[0] * W.shape[1])
+        return own(rows, W, *others)
+
+    monkeypatch.setattr(engine_module, "_logits", watched)
+    engine.kl(batch, passes, found)
+    assert max(sizes) == 5 * 15 * 11
+    sizes.clear()
+    monkeypatch.setattr(engine_module, "LOGIT_ELEMENTS", 5 * 11 * 4)
+    engine.kl(batch, passes, found)
+    assert max(sizes) == 5 * 11 * 4
+
+
 @pytest.mark.parametrize(
     "flags",
     [{flag: True} for flag in ("use_split_qkv_input", "use_attn_in", "use_attn_result", "use_hook_mlp_in")],
@@ -272,16 +294,16 @@ def test_masks_that_broadcast_along_subcomponents_in_a_stack(shape: tuple[int, .
 
 
 @dataclass(frozen=True)
-class Scaled(spd.ReconTerm):
-    """Recon with one activation of the masked model doubled."""
+class Rolled(spd.ReconTerm):
+    """Recon with the entries of one activation of the masked model moved on by one."""
 
     point: str = "blocks.0.hook_resid_post"
 
     def passes(self, importances: Importances, generator: torch.Generator) -> list[Pass]:
-        def double(value: Tensor, hook: Any) -> Tensor:
-            return 2 * value
+        def roll(value: Tensor, hook: Any) -> Tensor:
+            return value.roll(1, -1)
 
-        return [Pass(dict(importances), hooks=[(self.point, double)])]
+        return [Pass(dict(importances), hooks=[(self.point, roll)])]
 
 
 @pytest.mark.parametrize("side", [None, "left"])
@@ -289,10 +311,10 @@ class Scaled(spd.ReconTerm):
 def test_passes_with_hooks_of_their_own_among_others(style: str, side: str | None) -> None:
     model, tokens, mask = tiny_host(style), tiny_tokens(), tiny_padding(side)
     run = tiny_run(model, ("embed.W_E", "blocks.1.*", "unembed.W_U"))
-    terms = [spd.Recon(0.3), Scaled(0.9)]
+    terms = [spd.Recon(0.3), Rolled(0.9)]
     want = plain.plain_step(model, run, terms, tokens, generator(3), mask)
     assert_same(engine_step(model, run, terms, tokens, generator(3), mask), want, TOLERANCE[torch.float64])
-    assert want[0]["Scaled"] != want[0]["Recon"]
+    assert want[0]["Rolled"] != want[0]["Recon"]
 
 
 @pytest.mark.parametrize(
@@ -307,9 +329,9 @@ def test_passes_with_hooks_of_their_own_among_others(style: str, side: str | Non
 def test_a_passs_own_hook_at_a_point_that_a_flag_of_the_host_opens(flag: str, point: str) -> None:
     model, tokens = tiny_host("gpt2", **{flag: True}), tiny_tokens()
     run = tiny_run(model, "blocks.0.*")
-    terms = [spd.Recon(0.3), Scaled(0.9, point)]
+    terms = [spd.Recon(0.3), Rolled(0.9, point)]
     want = plain.plain_step(model, run, terms, tokens, generator(3))
-    assert want[0]["Scaled"].item() != pytest.approx(want[0]["Recon"].item())
+    assert want[0]["Rolled"].item() != pytest.approx(want[0]["Recon"].item())
     assert_same(engine_step(model, run, terms, tokens, generator(3)), want, TOLERANCE[torch.float64])
 
 
@@ -469,7 +491,7 @@ def test_passes_come_back_in_the_order_given() -> None:
     engine = Engine(model, run)
     batch = engine.observe(tokens)
     found = engine.importances(batch)
-    passes = spd.ReconLayerwise().passes(found, generator()) + Scaled().passes(found, generator())
+    passes = spd.ReconLayerwise().passes(found, generator()) + Rolled().passes(found, generator())
     alone = [engine.kl(batch, [entry], found).item() for entry in passes]
     for order in (torch.randperm(len(passes), generator=generator(seed)).tolist() for seed in range(3)):
         together = engine.kl(batch, [passes[index] for index in order], found).tolist()
@@ -493,7 +515,7 @@ def test_the_host_is_never_run_hooked_or_changed(style: str) -> None:
     handles = [module.register_forward_hook(lambda *_: calls.append(1)) for module in model.modules()]
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     counts = [len(getattr(module, table)) for module in model.modules() for table in tables]
-    for terms in (FEW_TERMS, [Scaled()]):
+    for terms in (FEW_TERMS, [Rolled()]):
         engine = Engine(model, run)
         batch = engine.observe(tokens, mask)
         found = engine.importances(batch)

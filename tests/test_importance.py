@@ -385,18 +385,15 @@ def test_blocked_gates_equal_the_plain_expression(
 
 
 @pytest.mark.parametrize("kind", GATES)
-def test_blocks_are_really_used(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(gates, "BLOCK_BYTES", 3 * ROW_BYTES)
-    largest: list[int] = []
-    own = F.gelu
-
-    def watched(value: Tensor) -> Tensor:
-        largest.append(value.numel())
-        return own(value)
-
-    monkeypatch.setattr(gates.F, "gelu", watched)
-    GATES[kind][0](*gate_inputs(kind, torch.float64))
-    assert largest == [3 * D_GATE * C] * 3 + [D_GATE * C]
+def test_the_hidden_layer_is_never_whole(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Forward and backward; 40 rows, of which the inputs are smaller than the hidden layer."""
+    sizes = []
+    for rows_per_block in (3, 1000):
+        monkeypatch.setattr(gates, "BLOCK_BYTES", rows_per_block * ROW_BYTES)
+        with Largest() as largest:
+            GATES[kind][0](*gate_inputs(kind, torch.float64, (40,))).sum().backward()
+        sizes.append(largest.elements)
+    assert sizes[0] <= 40 * 6 < 40 * D_GATE * C <= sizes[1]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3 * ROW_BYTES, 1 << 20])

@@ -23,7 +23,6 @@ PROMPTS = (
     "Tiger Woods plays professional golf",
     "Kobe Bryant plays professional basketball",
     "The capital of France is Paris",
-    "Water is made of hydrogen and oxygen",
     "The opposite of hot is cold",
 )
 
@@ -60,8 +59,11 @@ class Decompose:
     """Subcomponents per site."""
     d_gate: int = 4
     """Width of the Vector importance's hidden layer."""
-    steps: int = 500
-    lr: float = 1e-3
+    steps: int = 200
+    lr: float = 5e-3
+    """Learning rate of the importance functions."""
+    component_lr: float = 1e-4
+    """Learning rate of read and write directions; larger ones lose an exact initialisation within a few steps."""
     init: Literal["svd", "kaiming"] = "svd"
     checkpoint_every: int | None = None
     resume: bool = False
@@ -84,7 +86,7 @@ class Decompose:
             importance=importance,
             losses=spd.paper_losses("gpt2"),
             steps=self.steps,
-            optimizer=spd.Optimizer(lr=self.lr),
+            optimizer=spd.Optimizer(lr=self.lr, component_lr=self.component_lr),
             init=self.init,
             seed=self.seed,
             out=self.out,

@@ -1,0 +1,37 @@
+"""The README's Python blocks run as they stand, one after the other, on a tiny host and with fewer steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tl_spd.hosts
+from tests.tiny import tiny_host
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_python_block_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = tiny_host("llama", dtype=torch.float32)
+    model.to_tokens = lambda text: torch.arange(1, 6)[None]
+    monkeypatch.setattr(tl_spd.hosts, "load_host", lambda name: model)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) >= 3
+    names: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks:
+        exec(compile(block.replace("steps=50", "steps=2"), "README.md", "exec"), names)
+    assert set(names["importances"]) == {f"blocks.0.mlp.W_{kind}" for kind in ("gate", "in", "out")}
+    assert names["run"].history.columns.tolist()[-2:] == ["LeaveOneOut", "L0"]
+    assert not any(point.fwd_hooks for point in model.hook_points())
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    root = Path(__file__).parent.parent
+    named = re.findall(r"`((?:benchmarks|tests|tl_spd)/[\w./]+|[A-Z]+\.(?:md|cff))`", README)
+    assert named
+    assert [name for name in named if not (root / name).exists()] == []
