@@ -1,0 +1,1 @@
+"""Benchmarks: one command each, one result file each under results/."""

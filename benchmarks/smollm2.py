@@ -1,4 +1,4 @@
-"""A real language model: ``tl-spd decompose`` on SmolLM2-135M, before and after. ``python -m benchmarks.smollm2 --seeds 0 1 2``."""
+"""``tl-spd decompose`` on SmolLM2-135M, before and after. ``python -m benchmarks.smollm2 --seeds 0 1 2``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def main(arguments: Arguments) -> None:
         f"paper's coefficients, {arguments.steps} steps, seconds per seed {seconds}. Prompts: {settings.prompts}. KL in nats, "
         f"mean over all positions; L0 per token. `before` is the initialisation ({settings.init}).\n\n{markdown(shown)}"
     )
-    data = {name: [{"metric": m, "site": s, "value": v} for (m, s), v in column.items()] for name, column in columns.items()}
+    data = {
+        name: [{"metric": m, "site": s, "value": v} for (m, s), v in column.items()] for name, column in columns.items()
+    }
     publish("smollm2", "SmolLM2-135M, MLP matrices of layers 0-3", text, data)
 
 

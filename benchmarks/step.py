@@ -72,9 +72,9 @@ def make_steps(
     def ours() -> None:
         batch = engine.observe(sample())
         found = engine.importances(batch)
-        step = Step(run, found, weights, 0.5, generator, lambda passes: engine.kl(batch, passes, found))
+        step = Step(run, found, weights, 0.5, generator, lambda passes: engine.kl(batch, passes))
         groups = {t.name: t.passes(found, generator) for t in terms if isinstance(t, spd.ReconTerm)}
-        kl = engine.kl(batch, [entry for group in groups.values() for entry in group], found)
+        kl = engine.kl(batch, [entry for group in groups.values() for entry in group])
         parts = dict(zip(groups, kl.split([len(group) for group in groups.values()]), strict=True))
         total = sum(t.coeff * (parts[t.name].mean() if t.name in parts else t.value(step)) for t in terms)
         optimizer.zero_grad()

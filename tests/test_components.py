@@ -48,7 +48,9 @@ def test_delta_is_in_the_precision_of_the_components() -> None:
 
 def test_inner_activations_and_masked_output_by_hand() -> None:
     site = replace(SITE, d_in=2, d_out=2)
-    parts = Components(site, torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]))
+    parts = Components(
+        site, torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, -1.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]])
+    )
     x = torch.tensor([[[3.0, 4.0]]])
     assert parts.inner(x).tolist() == [[[3.0, 10.0, -4.0]]]
     y = parts.output(x, torch.tensor([[[1.0, 0.5, 0.0]]]), torch.zeros(1, 1, 2))

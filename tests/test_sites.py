@@ -109,12 +109,7 @@ def test_match_sites_picks_from_the_sites_given() -> None:
 # --- what there is ---------------------------------------------------------------------------------------------------
 
 
-UNUSED = pytest.mark.xfail(
-    strict=True, reason="an alibi host's positional embedding, which nothing uses, is offered as a site"
-)
-
-
-@pytest.mark.parametrize("style", [pytest.param(s, marks=UNUSED if "alibi" in s else ()) for s in ALL_STYLES])
+@pytest.mark.parametrize("style", ALL_STYLES)
 def test_every_style_has_exactly_these_sites(style: str) -> None:
     positions, attention, mlp = EXPECTED[style]
     wanted = [Site("embed.W_E", "W_E", -1, VOCAB, D, 1)]

@@ -24,11 +24,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from tl_spd.importance import Importances
-from tl_spd.install import masked_output, pass_hooks
-from tl_spd.masks import Pass
+from tl_spd.install import masked_output
+from tl_spd.masks import Pass, check_fits, check_masks
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, Site, n_layers
 from tl_spd.wiring import (
+    HookSet,
     Observation,
     Reader,
     Start,
@@ -110,8 +111,17 @@ class Engine:
         """Importances of the batch, with gradients where the Run's parameters have them."""
         return self.run.importances_from(batch.seen, batch.real)
 
-    def kl(self, batch: Batch, passes: Sequence[Pass], importances: Importances) -> Float[Tensor, "pass"]:
-        """KL(P || Q) in nats of every pass, a mean over the batch's scored positions."""
+    def kl(self, batch: Batch, passes: Sequence[Pass]) -> Float[Tensor, "pass"]:
+        """KL(P || Q) in nats of every pass, a mean over the batch's scored positions.
+
+        Raises:
+            ValueError: a mask of an unknown site or of a shape that does not broadcast to ``[batch, pos, C]``.
+        """
+        counts = {name: parts.C for name, parts in self.run.components.items()}
+        for entry in passes:
+            check_masks(entry.masks, self.run.sites, counts)
+            for name, mask in entry.masks.items():
+                check_fits(name, mask, *batch.tokens.shape)
         values: dict[int, Tensor] = {}
         plain = [(self._first_layer(entry), index) for index, entry in enumerate(passes) if not entry.hooks]
         rows = batch.tokens.shape[0]
@@ -123,23 +133,35 @@ class Engine:
             values.update(zip(chosen, self._head(batch, stack.residual(), stack.unembed_masks()), strict=True))
         for index, entry in enumerate(passes):
             if entry.hooks:
-                values[index] = self._alone(batch, entry, importances)
+                values[index] = self._alone(batch, entry)
         return torch.stack([values[index] for index in range(len(passes))])
 
     def _first_layer(self, entry: Pass) -> int:
         return min([n_layers(self.model) - 1, *(self.sites[name].layer for name in entry.masks)])
 
-    def _alone(self, batch: Batch, entry: Pass, importances: Importances) -> Tensor:
-        hooks = pass_hooks(self.twin, self.run, entry, importances)
+    def _alone(self, batch: Batch, entry: Pass) -> Tensor:
+        """One pass from the tokens to the logits, with hooks of its own, on a twin made for it (which takes the hooks along)."""
+        twin = make_twin(self.model, keep_flags=True)
+        sites = [self.sites[name] for name in entry.masks]
+        reader, hooks = Reader(twin, sites), HookSet()
+
+        def producer(site: Site) -> Any:
+            mask, rows = entry.masks[site.name], entry.rows.get(site.name)
+            return lambda like: masked_output(twin, self.run, site, reader.inputs[site.name], mask, like, rows)
+
+        for site in sites:
+            hooks.add(twin, *write_hook(twin, site, producer(site)))
         kwargs: dict[str, Any] = {} if batch.attention_mask is None else {"attention_mask": batch.attention_mask}
-        logits = self.twin.run_with_hooks(batch.tokens, fwd_hooks=hooks, **kwargs)
+        logits = twin.run_with_hooks(batch.tokens, fwd_hooks=list(entry.hooks), **kwargs)
         return _mean_kl(self._original_logits(batch), logits.flatten(0, 1)[batch.scored])
 
     def _original_logits(self, batch: Batch) -> Float[Tensor, "scored d_vocab"]:
         W, b = unembedding(self.twin)
         return capped(self.twin, batch.final @ W + b)
 
-    def _head(self, batch: Batch, resid: Tensor, masks: list[Tensor | None]) -> Float[Tensor, "pass"]:
+    def _head(
+        self, batch: Batch, resid: Tensor, masks: list[tuple[Tensor, Tensor | None] | None]
+    ) -> Float[Tensor, "pass"]:
         """Mean KL of each pass from the stacked last residual stream ``[pass * batch, pos, d_model]``."""
         count = len(masks)
         scored = resid.reshape(count, -1, resid.shape[-1])[:, batch.scored]
@@ -151,7 +173,10 @@ class Engine:
         values = []
         for index, mask in enumerate(masks):
             like = (final[index] @ W + b)[None]
-            logits = like if mask is None else masked_output(self.twin, self.run, site, final[index][None], mask, like)
+            logits = like
+            if mask is not None:
+                logits = masked_output(self.twin, self.run, site, final[index][None], mask[0], like)
+                logits = logits if mask[1] is None else torch.where(mask[1][:, None], logits, like)
             values.append(_mean_kl(self._original_logits(batch), capped(self.twin, logits[0])))
         return torch.stack(values)
 
@@ -198,18 +223,19 @@ class _Stack:
             for handle in handles:
                 handle.remove()
 
-    def unembed_masks(self) -> list[Tensor | None]:
-        """Each pass's mask of the unembedding at the scored positions, ``[1, scored, C]``, or None."""
-        masks: list[Tensor | None] = []
+    def unembed_masks(self) -> list[tuple[Tensor, Tensor | None] | None]:
+        """Each pass's mask of the unembedding, ``[1, scored, C]``, and which scored rows take it; None where unmasked."""
+        batch, pos = self.batch.tokens.shape
+        found: list[tuple[Tensor, Tensor | None] | None] = []
         for entry in self.passes:
-            mask = entry.masks.get("unembed.W_U")
-            if mask is not None:
-                batch, pos = self.batch.tokens.shape
-                mask = mask.expand(batch, pos, -1).flatten(0, 1)[self.batch.scored][None]
-                if "unembed.W_U" in entry.rows:
-                    raise NotImplementedError("Subsets per sequence do not cover unembed.W_U; use subset='step'.")
-            masks.append(mask)
-        return masks
+            if "unembed.W_U" not in entry.masks:
+                found.append(None)
+                continue
+            mask = entry.masks["unembed.W_U"].expand(batch, pos, self.engine.run.components["unembed.W_U"].C)
+            rows = entry.rows.get("unembed.W_U")
+            chosen = None if rows is None else rows[self.batch.scored // pos]
+            found.append((mask.flatten(0, 1)[self.batch.scored][None], chosen))
+        return found
 
     def _masking(self, site: Site) -> list[int]:
         return [index for index, entry in enumerate(self.passes) if site.name in entry.masks]
@@ -259,11 +285,8 @@ class _Stack:
         def produce(like: Tensor) -> Tensor:
             here = [index for index in indices if index < self.joined]
             masks = [self.passes[index].masks[site.name] for index in here]
-            mask = (
-                torch.cat([m.expand(self.rows, like.shape[1], m.shape[-1]) for m in masks])
-                if len(masks) > 1
-                else masks[0]
-            )
+            shape = (self.rows, like.shape[1], self.engine.run.components[site.name].C)
+            mask = torch.cat([m.expand(shape) for m in masks]) if len(masks) > 1 else masks[0]
             rows = self._some_rows(site, here)
             x = reader.inputs[site.name]
             args = (self.engine.twin, self.engine.run, site)

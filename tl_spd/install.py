@@ -84,6 +84,7 @@ def masked_output(
 
 def pass_hooks(model: HookedTransformer, run: Run, chosen: Pass, importances: Importances) -> list[Hook]:
     """Hooks ``(name, function)`` that turn ``model.run_with_hooks(tokens, fwd_hooks=...)`` into the pass ``chosen``."""
+    check_masks(chosen.masks, run.sites, {name: parts.C for name, parts in run.components.items()})
     sites = [site for site in run.sites if site.name in chosen.masks]
     inputs: dict[str, Tensor] = {}
     reads = read_hooks(model, sites, inputs, importances.lookups)

@@ -41,7 +41,9 @@ class Optimizer:
             raise ValueError(f"Optimizer: kind must be 'adam' or 'adamw', found {self.kind!r}.")
         rates = (self.lr, self.weight_decay, self.component_lr or 0)
         if not (all(rate >= 0 for rate in rates) and (self.clip is None or self.clip > 0)):
-            raise ValueError(f"Optimizer: learning rates and weight_decay must be at least 0 and clip above 0, found {self}.")
+            raise ValueError(
+                f"Optimizer: learning rates and weight_decay must be at least 0 and clip above 0, found {self}."
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"Optimizer: betas must be at least 0 and below 1, found {self.betas}.")
 

@@ -111,7 +111,9 @@ def all_sites(model: HookedTransformer) -> tuple[Site, ...]:
     reason = _refusal(model)
     if reason:
         raise ValueError(f"This host cannot be decomposed: it has {reason}. Supported hosts are listed in the README.")
-    names = ["embed.W_E"] + (["pos_embed.W_pos"] if hasattr(model, "pos_embed") else [])
+    names = ["embed.W_E"] + (
+        ["pos_embed.W_pos"] if model.cfg.positional_embedding_type in ("standard", "shortformer") else []
+    )
     for layer in range(model.cfg.n_layers):
         names += [f"blocks.{layer}.attn.{kind}" for kind in ("W_Q", "W_K", "W_V", "W_O")]
         if not model.cfg.attn_only:

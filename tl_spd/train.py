@@ -184,7 +184,7 @@ class _Trainer:
     def losses(self, batch: Batch, importances: Importances) -> Tensor:
         """The value of every term before its coefficient, ``[term]``; reconstruction terms are evaluated together."""
         progress = self.step / max(1, self.settings.steps - 1)
-        kl = partial(self.engine.kl, batch, importances=importances)
+        kl = partial(self.engine.kl, batch)
         context = Step(self.run, importances, self.weights, progress, self.mask_generator, kl)
         values: dict[str, Tensor] = {}
         together = [term for term in self.settings.losses if type(term).value is ReconTerm.value]

@@ -254,8 +254,8 @@ class HookSet:
 # --- the original model ----------------------------------------------------------------------------------------------
 
 
-def make_twin(model: HookedTransformer) -> HookedTransformer:
-    """A copy of ``model``'s structure: no hooks, the same weight storage, no gradients, input-splitting flags off."""
+def make_twin(model: HookedTransformer, keep_flags: bool = False) -> HookedTransformer:
+    """A copy of ``model``'s structure: no hooks, the same weight storage, no gradients, flags that add hook points off."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     memo |= {id(value): nn.Parameter(value.detach(), requires_grad=False) for value in model.parameters()}
     for module in model.modules():
@@ -263,7 +263,8 @@ def make_twin(model: HookedTransformer) -> HookedTransformer:
             if (table.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) or table == "ctx") and value:
                 memo[id(value)] = type(value)()
     cfg = copy.copy(model.cfg)
-    cfg.use_split_qkv_input = cfg.use_attn_in = cfg.use_attn_result = cfg.use_hook_mlp_in = False
+    if not keep_flags:
+        cfg.use_split_qkv_input = cfg.use_attn_in = cfg.use_attn_result = cfg.use_hook_mlp_in = False
     memo |= {id(model.cfg): cfg, id(model.tokenizer): model.tokenizer}
     twin = copy.deepcopy(model, memo)
     vars(twin).pop("forward", None)  # what stands in for the method while a Run is installed

@@ -163,9 +163,7 @@ def test_accuracy_of_a_constant_answer() -> None:
 
 
 def test_schedules_at_the_ends() -> None:
-    settings = TargetSettings(
-        steps=1000, lr=1.0, warmup_steps=10, decay_fraction=0.5, decay_from=100, decay_ramp=200
-    )
+    settings = TargetSettings(steps=1000, lr=1.0, warmup_steps=10, decay_fraction=0.5, decay_from=100, decay_ramp=200)
     assert settings.lr_at(0) == pytest.approx(0.1)
     assert settings.lr_at(9) == settings.lr_at(500) == 1.0
     assert settings.lr_at(750) == pytest.approx(0.5)

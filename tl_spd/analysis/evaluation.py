@@ -53,9 +53,9 @@ def evaluate(
     for threshold in thresholds:
         joint[f"rounded@{threshold:g}"] = [Pass({name: rounded_mask(value, threshold) for name, value in g.items()})]
     rows: list[tuple[str, str, float]] = [("faithfulness", "all", faithfulness(run, host_weights(model, run)).item())]
-    rows += [(metric, "all", engine.kl(batch, passes, g).mean().item()) for metric, passes in joint.items()]
-    alone = engine.kl(batch, [Pass({name: value}) for name, value in g.items()], g)
-    sampled = engine.kl(batch, StochasticReconLayerwise(samples=samples).passes(g, generator), g)
+    rows += [(metric, "all", engine.kl(batch, passes).mean().item()) for metric, passes in joint.items()]
+    alone = engine.kl(batch, [Pass({name: value}) for name, value in g.items()])
+    sampled = engine.kl(batch, StochasticReconLayerwise(samples=samples).passes(g, generator))
     for metric, values in (("layerwise", alone), ("stochastic_layerwise", sampled.reshape(len(g), -1).mean(1))):
         rows += [(metric, name, value) for name, value in zip(g, values.tolist(), strict=True)]
         rows.append((metric, "all", values.mean().item()))
