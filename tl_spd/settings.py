@@ -53,10 +53,13 @@ class Optimizer:
         Each group keeps its own learning rate under ``base_lr``, for schedules to multiply.
         """
         cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[self.kind]
-        rates = (self.lr if self.component_lr is None else self.component_lr, self.lr)
+        component_lr = self.lr if self.component_lr is None else self.component_lr
         groups = [
-            {"params": [p for module in modules.values() for p in module.parameters()], "lr": rate, "base_lr": rate}
-            for modules, rate in zip((run.components, run.functions), rates, strict=True)
+            {"params": [p for module in modules for p in module.parameters()], "lr": rate, "base_lr": rate}
+            for modules, rate in (
+                (list(run.components.values()), component_lr),
+                (list(run.functions.values()), self.lr),
+            )
         ]
         return cls(groups, betas=self.betas, weight_decay=self.weight_decay, fused=True)
 

@@ -301,7 +301,7 @@ def train_target(task: InductionTask, settings: TargetSettings, progress: bool =
         losses.append(loss.item())
         accuracies.append((logits.argmax(-1) == answers).float().mean().item())
         if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
-            since = slice(rows[-1]["step"] if rows else 0, None)
+            since = slice(int(rows[-1]["step"]) if rows else 0, None)
             held_out = torch.Generator().manual_seed(settings.seed + HELD_OUT_SEED)
             m_on_s1, s2_on_m = attention_of_circuit(model, task, 512, held_out)
             rows.append({
