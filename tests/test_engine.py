@@ -18,6 +18,7 @@ from tests.tiny import MORE_STYLES, STYLES, tiny_host, tiny_padding, tiny_run, t
 from tl_spd import engine as engine_module
 from tl_spd.engine import Engine, scored_positions
 from tl_spd.importance import Importances
+from tl_spd.install import pass_hooks
 from tl_spd.losses import host_weights
 from tl_spd.masks import Pass
 from tl_spd.sites import all_sites
@@ -365,8 +366,14 @@ HOOK_POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("style", "point"), HOOK_POINTS)
-def test_a_passs_own_hook_changes_what_the_masked_sites_read(style: str, point: str) -> None:
+LATE = pytest.mark.xfail(strict=True, reason="as hooks, sites read what was there before the pass's own hook")
+READ_LATE = [HOOK_POINTS[index] for index in (3, 6, 9, 11, 12, 13, 15, 17)]
+ROUTES = [("engine", *which) for which in HOOK_POINTS]
+ROUTES += [pytest.param("hooks", *which, marks=LATE if which in READ_LATE else ()) for which in HOOK_POINTS]
+
+
+@pytest.mark.parametrize(("route", "style", "point"), ROUTES)
+def test_a_passs_own_hook_changes_what_the_masked_sites_read(route: str, style: str, point: str) -> None:
     """With masks that are the same at every token the masked model is a plain one with other weights: hook that one."""
     model, other, tokens = tiny_host(style), tiny_host(style), tiny_tokens()
     run = tiny_run(model, "*")
@@ -385,10 +392,19 @@ def test_a_passs_own_hook_changes_what_the_masked_sites_read(style: str, point: 
     P = model(tokens).softmax(-1)
     Q = other.run_with_hooks(tokens, fwd_hooks=[(point, change)]).softmax(-1)
     want = (P * (P / Q).log()).sum(-1).mean().item()
-    entry = Pass({site.name: level for site in run.sites}, hooks=[(point, change)])
-    engine = Engine(model, run)
-    got = engine.kl(engine.observe(tokens), [entry]).item()
-    assert got == pytest.approx(want, rel=1e-9)
+    masks = {site.name: level for site in run.sites}
+    for hook in ((point, change), (lambda name: name == point, change)):  # by name, and by a filter over names
+        entry = Pass(masks, hooks=[hook])
+        if route == "engine":
+            engine = Engine(model, run)
+            got = engine.kl(engine.observe(tokens), [entry]).item()
+        else:
+            logits = model.run_with_hooks(
+                tokens, fwd_hooks=pass_hooks(model, run, entry, run.importances(model, tokens))
+            )
+            Q = logits.softmax(-1)
+            got = (P * (P / Q).log()).sum(-1).mean().item()
+        assert got == pytest.approx(want, rel=1e-9)
 
 
 def _unfolded(matrix: Tensor, like: Tensor) -> Tensor:
