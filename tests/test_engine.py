@@ -366,10 +366,7 @@ HOOK_POINTS = [
 ]
 
 
-LATE = pytest.mark.xfail(strict=True, reason="as hooks, sites read what was there before the pass's own hook")
-READ_LATE = [HOOK_POINTS[index] for index in (3, 6, 9, 11, 12, 13, 15, 17)]
-ROUTES = [("engine", *which) for which in HOOK_POINTS]
-ROUTES += [pytest.param("hooks", *which, marks=LATE if which in READ_LATE else ()) for which in HOOK_POINTS]
+ROUTES = [(route, *which) for route in ("engine", "hooks") for which in HOOK_POINTS]
 
 
 @pytest.mark.parametrize(("route", "style", "point"), ROUTES)

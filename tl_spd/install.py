@@ -85,12 +85,13 @@ def masked_output(
 def pass_hooks(model: HookedTransformer, run: Run, chosen: Pass, importances: Importances) -> list[Hook]:
     """Hooks ``(name, function)`` that turn ``model.run_with_hooks(tokens, fwd_hooks=...)`` into the pass ``chosen``."""
     check_masks(chosen.masks, run.sites, {name: parts.C for name, parts in run.components.items()})
-    sites = [site for site in run.sites if site.name in chosen.masks]
-    inputs: dict[str, Tensor] = {}
+    sites, inputs = [site for site in run.sites if site.name in chosen.masks], dict[str, Tensor]()
     reads = read_hooks(model, sites, inputs, importances.lookups)
     writes = {site: write_hook(model, site, _producer(model, run, site, chosen, inputs)) for site in sites}
     first = [hook for site, hook in writes.items() if site.lookup]  # what they write, shortformer sites read
-    return [*first, *reads, *(hook for site, hook in writes.items() if not site.lookup), *chosen.hooks]
+    last = dict(hook for site, hook in writes.items() if not site.lookup)
+    own = [(p, f) for n, f in chosen.hooks for p in ([n] if isinstance(n, str) else filter(n, model.hook_dict))]
+    return [*first, *(h for h in own if h[0] not in last), *reads, *last.items(), *(h for h in own if h[0] in last)]
 
 
 def _producer(model: HookedTransformer, run: Run, site: Site, chosen: Pass, inputs: dict[str, Tensor]) -> Any:
