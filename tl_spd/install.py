@@ -179,8 +179,8 @@ class _Installation:
     def check(self) -> None:
         if missing := self.hooks.missing():
             raise HooksRemovedError(
-                f"While a Run was installed, its hooks were removed at {missing[:3]} ({len(missing)} in all); passes "
-                "since then used the host's own weights there. Use model.reset_hooks() without including_permanent=True."
+                f"While a Run was installed, its hooks were removed at {missing[:3]} ({len(missing)} in all). "
+                "Leave the context first, or use model.reset_hooks() without including_permanent=True."
             )
 
     @contextmanager

@@ -217,7 +217,7 @@ def write_hook(
 
 
 def masked_by_tl_spd(tensor: Tensor, hook: HookPoint) -> None:
-    """Stands in the host's list of hooks for a masked output; without it the output is not masked any more."""
+    """Stands in the host's list of hooks for a masked output; removing it counts as taking the Run out."""
 
 
 @dataclass
@@ -230,13 +230,10 @@ class HookSet:
         """Let a writing hook write at the hook point ``name``, behind earlier installations (the innermost wins)."""
         point = model.hook_dict[name]
         point.add_hook(masked_by_tl_spd, is_permanent=True)
-        handle = point.fwd_hooks[-1]
         write = point.register_forward_pre_hook(
-            lambda reached, args: (
-                function(*args, hook=point) if reached is point and handle.hook.id in point._forward_hooks else None
-            )  # a deep copy of the host takes its hooks along
+            lambda reached, args: function(*args, hook=point) if reached is point else None  # not in copies of the host
         )
-        self._placed.append((point, handle, write))
+        self._placed.append((point, point.fwd_hooks[-1], write))
 
     def missing(self) -> list[str]:
         """Names of hook points from which somebody else has removed our hook."""
