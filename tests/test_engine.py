@@ -603,9 +603,10 @@ def test_wrong_masks_of_a_users_term_name_site_given_and_wanted(case: str, count
 # --- bfloat16 --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("style", STYLES)
-def test_a_bfloat16_host_trains_with_finite_losses(style: str) -> None:
-    model = tiny_host(style, dtype=torch.bfloat16)
+def test_a_half_precision_host_trains_with_finite_losses(style: str, dtype: torch.dtype) -> None:
+    model = tiny_host(style, dtype=dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run = spd.decompose(
         model, tiny_tokens(), sites="*", C=3, steps=2, log_every=1, losses=FEW_TERMS, importance=spd.Vector(2),
