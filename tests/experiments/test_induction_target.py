@@ -75,6 +75,8 @@ def test_impossible_requests_are_refused() -> None:
         TASK.sample(0, generator())
     with pytest.raises(ValueError, match="quick"):
         TargetSettings.preset("fast")
+    with pytest.raises(ValueError, match="null_keys"):
+        TargetSettings(null_keys=-1.0)
     with pytest.raises(ValueError, match="W_Z"):
         train_target(TASK, TargetSettings(steps=1, weight_decay={"W_Z": 1.0}), progress=False)
 
@@ -101,6 +103,26 @@ def test_fast_forward_equals_the_hooked_transformer() -> None:
     slow_gradients = torch.autograd.grad(loss(slow[:, -1], answers), trained)
     for fast, slow_gradient in zip(fast_gradients, slow_gradients, strict=True):
         torch.testing.assert_close(fast, slow_gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_null_keys_are_keys_of_score_zero_and_value_zero() -> None:
+    model = build_target(TASK, 6)
+    tokens, _, _ = TASK.sample(8, generator(6))
+    scores = model.run_with_cache(tokens)[1]["attn_scores", 0][:, 0].exp()  # masked scores are -inf
+    beside = scores.sum(-1, keepdim=True) + 5.0
+    torch.testing.assert_close(fast_forward(model, tokens, 5.0)[1], scores / beside, atol=1e-6, rtol=1e-5)
+
+
+def test_weights_decay_but_for_the_s_token_where_gradients_vanish() -> None:
+    settings = TargetSettings(steps=3, batch_size=4, lr=0.1, warmup_steps=1, decay_from=0, decay_ramp=1, eps=1e9)
+    start, end = build_target(TASK, 0), train_target(TASK, settings, progress=False).model
+    kept = 1.0
+    for step in range(3):  # Adam's own steps are nothing beside its eps
+        kept *= 1 - settings.lr_at(step) * 0.3 * settings.decay_share_at(step) * 0.6
+    torch.testing.assert_close(end.W_E[:128], start.W_E[:128] * kept)
+    torch.testing.assert_close(end.W_E[128], start.W_E[128])
+    assert kept < 0.99
+    assert start.W_E[128].norm().item() == pytest.approx(settings.s_norm)
 
 
 def test_a_short_training_moves_weights_and_leaves_biases_at_zero() -> None:

@@ -10,8 +10,9 @@ follows an s), then s2 attends to m in layer 1 and copies it.
 
 Source: the induction experiment of the paper on SPD for Transformers (2 layers, 1 head each, attention only,
 d_model 16, shortformer positions, no layer norm). Where this departs from the paper: the paper trains 100,000
-steps of batch 1024 at a constant learning rate with one weight decay; here a few thousand steps of batch 64
-have to do, and `TargetSettings` says what makes them enough. The attention biases of TransformerLens stay at
+steps of batch 1024 at a constant learning rate with one weight decay; here ten thousand steps of batch 64 have
+to do, and `TargetSettings` says what makes them enough: weight decays by parameter, an s token that can be told
+from the others, and null keys beside the real ones. The attention biases of TransformerLens stay at
 exactly zero: a learnt b_Q would do the work of W_Q without ever being decomposed.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pandas as pd
 import torch
@@ -85,7 +87,9 @@ class InductionTask:
 # be closed. Noise: token embeddings enter layer 0's queries and keys, so positions must outgrow them (W_E
 # slow and decayed, W_pos fast and free). Gain: layer 0 may stay blurred while V, O and layer 1 amplify what
 # little of s arrives, so what amplifies is decayed and layer 0's W_Q, W_K are not. W_U and layer 1's V, O
-# keep a small decay, so that the cross-entropy, and with it the gradient, does not vanish.
+# keep a small decay, so that the cross-entropy, and with it the gradient, does not vanish. The s token's row
+# of W_E is never decayed: were it as small as the others, it would drown in the positions, and no function of
+# layer 0's inputs could say which token is s.
 _LR_FACTOR = {"embed.W_E": 0.3, "pos_embed.W_pos": 2.0}
 _WEIGHT_DECAY = {
     "embed.W_E": 0.6,
@@ -107,8 +111,14 @@ class TargetSettings:
     `decay_fraction` of the steps. Weight decay is 0 until step `decay_from` and rises linearly to its full
     value over `decay_ramp` steps, since decay before the phase change delays it. Parameters that `lr_factor`
     does not name have factor 1, those that `weight_decay` does not name have none. The `*_std` are standard
-    deviations at initialisation; `qk_gain` scales W_Q and W_K down from 1/sqrt(d_model): where attention
-    starts peaked, layer 1 learns to prefer a few positions by themselves and layer 0 never learns those.
+    deviations at initialisation, `s_norm` is the norm of the s token's embedding there; `qk_gain` scales W_Q
+    and W_K down from 1/sqrt(d_model): where attention starts peaked, layer 1 learns to prefer a few positions
+    by themselves and layer 0 never learns those.
+
+    `null_keys` is how many further keys of score 0 and value 0 every query of both layers sees while training
+    (risen to like the weight decay); the trained model has none. A softmax does not feel a shift of all its
+    scores, so without them m may find s1 only because all other keys score far below 0, and then every one of
+    those keys matters. With them the key that is sought must score well above 0.
     """
 
     seed: int = 0
@@ -122,8 +132,10 @@ class TargetSettings:
     decay_from: int = 2_500
     decay_ramp: int = 2_000
     embed_std: float = 0.3
-    pos_std: float = 1.0
+    pos_std: float = 0.7
+    s_norm: float = 4.0
     qk_gain: float = 0.3
+    null_keys: float = 256.0
     log_every: int = 250
     lr_factor: Mapping[str, float] = field(default_factory=lambda: dict(_LR_FACTOR))
     weight_decay: Mapping[str, float] = field(default_factory=lambda: dict(_WEIGHT_DECAY))
@@ -132,6 +144,8 @@ class TargetSettings:
         for name in ("steps", "batch_size", "log_every", "warmup_steps", "decay_ramp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TargetSettings.{name} is {getattr(self, name)}: must be at least 1")
+        if not self.null_keys >= 0:
+            raise ValueError(f"TargetSettings.null_keys is {self.null_keys}: must be at least 0")
         if not 0 <= self.decay_fraction <= 1:
             raise ValueError(f"TargetSettings.decay_fraction is {self.decay_fraction}: must lie in 0..1")
 
@@ -149,7 +163,7 @@ class TargetSettings:
         return self.lr * min(1.0, (step + 1) / self.warmup_steps, left)
 
     def decay_share_at(self, step: int) -> float:
-        """Share of the final weight decay that applies at `step`, 0..1."""
+        """Share of the final weight decay and null keys that applies at `step`, 0..1."""
         return min(1.0, max(0.0, (step - self.decay_from) / self.decay_ramp))
 
 
@@ -175,13 +189,18 @@ class TargetResult:
 
 
 def build_target(
-    task: InductionTask, seed: int, embed_std: float = 0.3, pos_std: float = 1.0, qk_gain: float = 0.3
+    task: InductionTask,
+    seed: int,
+    embed_std: float = 0.3,
+    pos_std: float = 0.7,
+    s_norm: float = 4.0,
+    qk_gain: float = 0.3,
 ) -> HookedTransformer:
     """The untrained target: 2 layers of 1 head, attention only, d_model = d_head = 16, shortformer, no norm.
 
     Weights are normal: W_E and W_pos with the given standard deviations, W_Q and W_K with `qk_gain`/sqrt(16),
-    the rest with 1/sqrt(16). Every bias is zero and frozen. Draws from a Generator of its own; torch's global
-    one is untouched.
+    the rest with 1/sqrt(16); the s token's embedding is scaled to norm `s_norm`. Every bias is zero and frozen.
+    Draws from a Generator of its own; torch's global one is untouched.
     """
     config = HookedTransformerConfig(
         n_layers=2, n_heads=1, d_model=16, d_head=16, n_ctx=task.length, d_vocab=task.d_vocab, attn_only=True,
@@ -199,11 +218,13 @@ def build_target(
                 parameter.zero_().requires_grad_(False)
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std.get(leaf, base))
+        embedding_of_s = model.embed.W_E[task.s_token]
+        embedding_of_s *= s_norm / embedding_of_s.norm()
     return model
 
 
 def fast_forward(
-    model: HookedTransformer, tokens: Int[torch.Tensor, "batch pos"]
+    model: HookedTransformer, tokens: Int[torch.Tensor, "batch pos"], null_keys: float = 0.0
 ) -> tuple[
     Float[torch.Tensor, "batch d_vocab"],
     Float[torch.Tensor, "batch query key"],
@@ -213,7 +234,8 @@ def fast_forward(
 
     Equals the HookedTransformer's own forward (its biases are zero), but computes only the last query of
     layer 1 and never forms its keys and values: that is what makes training short. Gradients reach the
-    model's own parameters.
+    model's own parameters. With `null_keys` every query also sees that many keys of score 0 and value 0, and
+    the patterns sum to less than 1.
     """
     first, second = model.blocks[0].attn, model.blocks[1].attn
     positions = model.pos_embed.W_pos[: tokens.shape[1]]
@@ -221,15 +243,23 @@ def fast_forward(
     embedded = F.embedding(tokens, model.embed.W_E)
     with_positions = embedded + positions  # shortformer: positions enter queries and keys, not values
     query = with_positions @ first.W_Q[0] / first.attn_scale
-    pattern0 = torch.baddbmm(causal, query, (with_positions @ first.W_K[0]).mT).softmax(-1)
+    pattern0 = _softmax(torch.baddbmm(causal, query, (with_positions @ first.W_K[0]).mT), null_keys)
     resid = embedded + pattern0 @ (embedded @ first.W_V[0]) @ first.W_O[0]
     with_positions = resid + positions
     # One query against all keys: move W_K to the query's side, so that the keys need not be formed.
     query = with_positions[:, -1] @ second.W_Q[0] @ second.W_K[0].mT / second.attn_scale
-    pattern1 = (with_positions @ query[:, :, None])[..., 0].softmax(-1)
+    pattern1 = _softmax((with_positions @ query[:, :, None])[..., 0], null_keys)
     read = (pattern1[:, None] @ resid)[:, 0]  # likewise for the values
     logits = (resid[:, -1] + read @ second.W_V[0] @ second.W_O[0]) @ model.unembed.W_U
     return logits, pattern0, pattern1
+
+
+def _softmax(scores: torch.Tensor, null_keys: float) -> torch.Tensor:
+    """Softmax over the last axis beside `null_keys` further scores of 0, whose share is left out."""
+    if null_keys == 0:
+        return scores.softmax(-1)
+    null = scores.new_full((*scores.shape[:-1], 1), math.log(null_keys))
+    return torch.cat([scores, null], dim=-1).softmax(-1)[..., :-1]
 
 
 @torch.no_grad()
@@ -264,14 +294,23 @@ def _phase_change(accuracies: list[float]) -> int | None:
     return int(passed[0]) + 1 if len(passed) else None
 
 
-def _optimiser(model: HookedTransformer, settings: TargetSettings) -> torch.optim.AdamW:
-    """AdamW with one group per trained parameter; a group keeps its name."""
+def _optimiser(model: HookedTransformer, settings: TargetSettings) -> torch.optim.Adam:
+    """Adam with one group per trained parameter; a group keeps its name."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     unknown = (set(settings.lr_factor) | set(settings.weight_decay)) - set(trained)
     if unknown:
         raise ValueError(f"TargetSettings names {sorted(unknown)}; trained parameters are {sorted(trained)}")
     groups = [{"params": [parameter], "name": name} for name, parameter in trained.items()]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return torch.optim.Adam(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+@torch.no_grad()
+def _decay(groups: list[dict[str, Any]], settings: TargetSettings, share: float, s_token: int) -> None:
+    """Weight decay beside the gradient (AdamW's), `share` of the full one; the s token's embedding has none."""
+    for group in groups:
+        (parameter,) = group["params"]
+        decayed = parameter[:s_token] if group["name"] == "embed.W_E" else parameter
+        decayed *= 1 - group["lr"] * share * settings.weight_decay.get(group["name"], 0.0)
 
 
 def train_target(task: InductionTask, settings: TargetSettings, progress: bool = True) -> TargetResult:
@@ -280,7 +319,7 @@ def train_target(task: InductionTask, settings: TargetSettings, progress: bool =
     The same settings give the same target on the same machine and thread count. Batches of 64 are small: with
     `torch.set_num_threads(1)` training is nearly as fast and two seeds fit on two cores.
     """
-    model = build_target(task, settings.seed, settings.embed_std, settings.pos_std, settings.qk_gain)
+    model = build_target(task, settings.seed, settings.embed_std, settings.pos_std, settings.s_norm, settings.qk_gain)
     optimiser = _optimiser(model, settings)
     generator = torch.Generator().manual_seed(settings.seed + TRAIN_SEED)
     losses: list[float] = []
@@ -291,12 +330,12 @@ def train_target(task: InductionTask, settings: TargetSettings, progress: bool =
         lr, decay_share = settings.lr_at(step), settings.decay_share_at(step)
         for group in optimiser.param_groups:
             group["lr"] = lr * settings.lr_factor.get(group["name"], 1.0)
-            group["weight_decay"] = decay_share * settings.weight_decay.get(group["name"], 0.0)
         tokens, answers, _ = task.sample(settings.batch_size, generator)
-        logits = fast_forward(model, tokens)[0]
+        logits = fast_forward(model, tokens, decay_share * settings.null_keys)[0]
         loss = F.cross_entropy(logits, answers)
         optimiser.zero_grad()
         loss.backward()
+        _decay(optimiser.param_groups, settings, decay_share, task.s_token)
         optimiser.step()
         losses.append(loss.item())
         accuracies.append((logits.argmax(-1) == answers).float().mean().item())
