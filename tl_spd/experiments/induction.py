@@ -27,6 +27,7 @@ from tl_spd.analysis.activity import active_by_position, one_hot_positions, uniq
 from tl_spd.analysis.attention import attention_kl
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.experiments.induction_target import InductionTask, TargetResult, TargetSettings, train_target
+from tl_spd.components import Init
 from tl_spd.importance import Attention, ImportanceSpec
 from tl_spd.losses import LossTerm, ReconLayerwise, paper_losses
 from tl_spd.run import Run
@@ -48,6 +49,7 @@ class InductionSettings:
     task: InductionTask = field(default_factory=InductionTask)
     C: int = 100
     importance: ImportanceSpec = field(default_factory=lambda: Attention(d_gate=16))
+    init: Init = "kaiming"
     losses: tuple[LossTerm, ...] = field(default_factory=lambda: paper_losses("induction"))
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=lambda: Schedule("cosine"))
@@ -66,8 +68,8 @@ class InductionSettings:
             "batch_size": 16,
         }
         presets = {
-            "quick": cls(TargetSettings.preset("quick", seed), steps=3_000, **fast),
-            "cpu": cls(TargetSettings.preset("cpu", seed), steps=10_000, **fast),
+            "quick": cls(TargetSettings.preset("quick", seed), steps=4_000, **fast),
+            "cpu": cls(TargetSettings.preset("quick", seed), steps=15_000, init="svd", **fast),
             "paper": cls(TargetSettings.preset("cpu", seed), steps=100_000, batch_size=1024),
         }
         if name not in presets:
@@ -191,6 +193,7 @@ def run_induction(
         C=settings.C,
         steps=settings.steps,
         importance=settings.importance,
+        init=settings.init,
         losses=settings.losses,
         optimizer=settings.optimizer,
         schedule=settings.schedule,
