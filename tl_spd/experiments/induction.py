@@ -26,8 +26,8 @@ from torch import Tensor
 from tl_spd.analysis.activity import active_by_position, one_hot_positions, unique_subcomponents
 from tl_spd.analysis.attention import attention_kl
 from tl_spd.analysis.evaluation import evaluate
-from tl_spd.experiments.induction_target import InductionTask, TargetResult, TargetSettings, train_target
 from tl_spd.components import Init
+from tl_spd.experiments.induction_target import InductionTask, TargetResult, TargetSettings, train_target
 from tl_spd.importance import Attention, ImportanceSpec
 from tl_spd.losses import LossTerm, ReconLayerwise, paper_losses
 from tl_spd.run import Run
