@@ -7,7 +7,9 @@ biases). Padding is never attended to; there is no causal mask.
 - ``sdpa``: the same scores through torch's fused attention.
 - ``blocked``: queries in blocks, each block's scores made again in the backward pass; nothing of the size ``pos x pos`` is
   kept. The counterpart of flex attention where that has no backward pass (torch 2.13 on a CPU).
-- ``auto``: blocked from :data:`BLOCKED_FROM` positions on, eager below.
+- ``flex``: torch's flex attention with the relative term as a ``score_mod``, compiled on CUDA. On a CPU only without
+  gradients, and uncompiled: for comparison.
+- ``auto``: blocked from :data:`BLOCKED_FROM` positions on, eager below. Never flex, until a GPU has shown it to be faster.
 
 The relative term is the product of queries and table read along its diagonals by a reshape: no index tensor, and no
 ``[pos, pos, d_attn]`` copy of the table.
@@ -25,8 +27,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-Backend = Literal["auto", "eager", "sdpa", "blocked"]
-BACKENDS = ("auto", "eager", "sdpa", "blocked")
+Backend = Literal["auto", "eager", "sdpa", "blocked", "flex"]
+BACKENDS = ("auto", "eager", "sdpa", "blocked", "flex")
 
 BLOCKED_FROM = 1024
 """Positions from which ``auto`` takes queries in blocks."""
@@ -55,6 +57,8 @@ def attend(
         step = max(1, min(pos, BLOCK_SCORES // max(1, q.shape[0] * pos)))
         blocks = [(start, min(start + step, pos)) for start in range(0, pos, step)]
         return torch.cat([_recomputed(_eager, q, k, v, relative, real, block) for block in blocks], dim=1)
+    if backend == "flex":
+        return _flex(q, k, v, relative, real)
     return (_sdpa if backend == "sdpa" else _eager)(q, k, v, relative, real, (0, pos))
 
 
@@ -89,6 +93,28 @@ def _sdpa(
     bias = _bias(q, k.shape[1], relative, real, block) * scale
     bias = bias.expand(q.shape[0], -1, -1)[:, None]
     return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=scale)[:, 0]
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None) -> Float[Tensor, "batch pos d_in"]:
+    from torch.nn.attention.flex_attention import flex_attention  # slow to import, and rarely wanted
+
+    if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, relative)):
+        raise ValueError(
+            "flex attention has no backward pass on a CPU; use backend='blocked' there, or torch.no_grad()."
+        )
+    pos, scale = q.shape[1], 1 / math.sqrt(q.shape[-1])
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        place = j - i + pos - 1
+        if relative.ndim == 1:
+            r = relative[place]
+        else:  # an index takes one number: the dot product is written out
+            r = sum((q[b, i, d] * relative[place, d] for d in range(q.shape[-1])), torch.zeros_like(score))
+        score = score + r * scale
+        return score if real is None else torch.where(real[b, j], score, torch.finfo(score.dtype).min / 4)
+
+    function = torch.compile(flex_attention, dynamic=False) if q.device.type == "cuda" else flex_attention
+    return function(q[:, None], k[:, None], v[:, None], score_mod=score_mod, scale=scale)[:, 0]
 
 
 def relative_scores(

@@ -48,6 +48,9 @@ from tl_spd.wiring import (
 LOGIT_ELEMENTS = 1 << 23
 """Largest number of logits computed at once (rows x vocabulary)."""
 
+STACK_TOKENS = 1 << 13
+"""Tokens stacked at once on a CPU where ``max_rows`` does not say: larger temporaries leave its cache."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -82,7 +85,7 @@ def scored_positions(tokens: Tensor, real: Tensor | None, last_token_only: bool)
 class Engine:
     """Evaluates masked passes of ``run`` on ``model``; the host itself is never run, hooked or changed.
 
-    ``max_rows`` bounds how many sequences are stacked at once (None: all).
+    ``max_rows`` bounds how many sequences are stacked at once (None: all, on a CPU ``STACK_TOKENS`` tokens).
     """
 
     def __init__(self, model: HookedTransformer, run: Run, last_token_only: bool = False, max_rows: int | None = None):
@@ -124,9 +127,7 @@ class Engine:
                 check_fits(name, mask, *batch.tokens.shape)
         values: dict[int, Tensor] = {}
         plain = [(self._first_layer(entry), index) for index, entry in enumerate(passes) if not entry.hooks]
-        rows = batch.tokens.shape[0]
-        per_stack = len(passes) if self.max_rows is None else max(1, self.max_rows // rows)
-        ordered = sorted(plain)
+        per_stack, ordered = self._passes_per_stack(batch.tokens), sorted(plain)
         for start in range(0, len(ordered), per_stack):
             chosen = [index for _, index in ordered[start : start + per_stack]]
             stack = _Stack(self, batch, [passes[index] for index in chosen])
@@ -135,6 +136,11 @@ class Engine:
             if entry.hooks:
                 values[index] = self._alone(batch, entry)
         return torch.stack([values[index] for index in range(len(passes))])
+
+    def _passes_per_stack(self, tokens: Tensor) -> int:
+        if self.max_rows is not None:
+            return max(1, self.max_rows // tokens.shape[0])
+        return max(1, STACK_TOKENS // tokens.numel()) if tokens.device.type == "cpu" else 1 << 30
 
     def _first_layer(self, entry: Pass) -> int:
         return min([n_layers(self.model) - 1, *(self.sites[name].layer for name in entry.masks)])

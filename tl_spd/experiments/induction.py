@@ -8,7 +8,8 @@
 
 Presets: ``quick`` (10 minutes on two cores), ``cpu`` (30), ``paper`` (the paper's own losses, batch and steps; for a GPU). The
 first two add ReconLayerwise to the paper's losses: without it the sites of layer 0 agree privately on another circuit, and
-Q0 or K0 alone at exactly ``m = g`` is off by more than 10 nats.
+Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses`` is ``cpu`` without it, to show that. Both start
+from singular vectors: from random components (``quick``) the same length of training keeps many copies of one direction.
 """
 
 from __future__ import annotations
@@ -69,7 +70,13 @@ class InductionSettings:
         }
         presets = {
             "quick": cls(TargetSettings.preset("quick", seed), steps=4_000, **fast),
-            "cpu": cls(TargetSettings.preset("quick", seed), steps=15_000, init="svd", **fast),
+            "cpu": cls(TargetSettings.preset("quick", seed), steps=10_000, init="svd", **fast),
+            "cpu-paper-losses": cls(
+                TargetSettings.preset("quick", seed),
+                steps=10_000,
+                init="svd",
+                **fast | {"losses": paper_losses("induction")},
+            ),
             "paper": cls(TargetSettings.preset("cpu", seed), steps=100_000, batch_size=1024),
         }
         if name not in presets:
