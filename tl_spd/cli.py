@@ -33,7 +33,7 @@ class Induction:
 
     out: Path
     """Folder for the results."""
-    preset: Literal["quick", "cpu", "paper"] = "quick"
+    preset: Literal["quick", "cpu", "cpu-paper-losses", "paper"] = "quick"
     """quick: 10 minutes on two cores; cpu: 30; paper: the paper's batch and steps."""
     seed: int = 0
 
