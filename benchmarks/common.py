@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def environment() -> dict[str, Any]:
@@ -63,8 +64,9 @@ def markdown(table: pd.DataFrame, form: str = ".3g") -> str:
 
 
 def publish(name: str, title: str, text: str, data: Any) -> None:
-    """Write ``results/<name>.md`` and ``.json`` with the environment, and print the text."""
+    """Write ``results/<name>.md`` and ``.json`` with the environment, and print the text; ``<name>_cuda`` on a GPU."""
     RESULTS.mkdir(exist_ok=True)
+    name += "_cuda" if DEVICE == "cuda" else ""
     where = environment()
     lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
     page = f"# {title}\n\n{lines}\n\n{text.strip()}\n"

@@ -17,7 +17,7 @@ import torch
 import tyro
 
 import tl_spd as spd
-from benchmarks.common import alternate, markdown, publish
+from benchmarks.common import DEVICE, alternate, markdown, publish
 from tl_spd.importance import lower
 from tl_spd.sites import Site
 
@@ -30,6 +30,8 @@ KINDS: dict[str, spd.ImportanceSpec] = {
     "attention blocked": spd.Attention(D_GATE, backend="blocked"),
     "attention auto": spd.Attention(D_GATE),
 }
+if DEVICE == "cuda":  # where flex attention has a backward pass
+    KINDS["attention flex"] = spd.Attention(D_GATE, backend="flex")
 SQUARE = {"attention eager", "attention sdpa"}
 
 
@@ -46,8 +48,9 @@ def iteration(spec: spd.ImportanceSpec, length: int) -> Callable[[], Any]:
     generator = torch.Generator().manual_seed(0)
     site = Site("blocks.0.attn.W_Q", "W_Q", 0, D_MODEL, D_MODEL, 1)
     function = spec.build(site, C, length, lambda *shape, std: torch.randn(shape, generator=generator) * std)
-    x = torch.randn(BATCH, length, D_MODEL, generator=generator)
-    read = torch.randn(D_MODEL, C, generator=generator, requires_grad=True)
+    function = function.to(DEVICE)
+    x = torch.randn(BATCH, length, D_MODEL, generator=generator).to(DEVICE)
+    read = torch.randn(D_MODEL, C, generator=generator).to(DEVICE).requires_grad_()
 
     def run() -> None:
         for parameter in [read, *function.parameters()]:

@@ -1,15 +1,20 @@
-"""The induction result on several seeds: the paper's tables beside ours. ``python -m benchmarks.induction --seeds 0 1 2``."""
+"""The induction result on several seeds: the paper's tables beside ours. ``python -m benchmarks.induction --seeds 0 1 2``.
+
+A seed whose folder holds a finished run of the same settings is not run again: its tables are read.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import tyro
 
 from benchmarks.common import markdown, publish
-from tl_spd.experiments.induction import InductionResult, InductionSettings, run_induction
+from tl_spd.experiments.induction import InductionSettings, run_induction
 
 PAPER_ACTIVE = {  # table 1a: s1, m, s2, random
     "Q0": (0.0, 1.0, 0.0, 0.001),
@@ -37,14 +42,15 @@ def short(site: str) -> str:
     return site.rpartition("_")[2] + site.split(".")[1]
 
 
-def tables(results: dict[int, InductionResult]) -> str:
+def tables(results: dict[int, Tables]) -> str:
     """One markdown table per table of the paper, all seeds in it."""
     active, unique, metrics = {}, {}, {}
     for site, values in PAPER_ACTIVE.items():
         active[site, "paper"] = dict(zip(("s1", "m", "s2", "random"), values, strict=True))
     unique["paper"], metrics["paper"] = PAPER_UNIQUE, PAPER_METRICS
     for seed, result in results.items():
-        for site, row in result.active_table(0.0).iterrows():
+        at_zero = result.active[result.active.threshold == 0].pivot(index="site", columns="position", values="active")
+        for site, row in at_zero[["s1", "m", "s2", "random"]].iterrows():
             active[short(str(site)), f"seed {seed}"] = row.to_dict()
         for threshold in (0.0, 0.1):
             rows = result.unique[result.unique.threshold == threshold]
@@ -53,9 +59,9 @@ def tables(results: dict[int, InductionResult]) -> str:
         alone = result.metrics[result.metrics.metric == "layerwise"].set_index("site").value.drop("all")
         alone = {f"layerwise {short(site)}": value for site, value in alone.items()}
         target = {
-            "target accuracy": result.target.accuracy,
-            "target m on s1": result.target.attention_m_on_s1,
-            "target s2 on m": result.target.attention_s2_on_m,
+            "target accuracy": result.target["accuracy"],
+            "target m on s1": result.target["attention_m_on_s1"],
+            "target s2 on m": result.target["attention_s2_on_m"],
         }
         metrics[f"seed {seed}"] = target | joint | alone | {f"{k} seconds": v for k, v in result.seconds.items()}
     fraction = next(iter(results.values())).unique.min_fraction.iloc[0]
@@ -71,15 +77,39 @@ def tables(results: dict[int, InductionResult]) -> str:
     return "\n\n".join(parts)
 
 
+@dataclass(frozen=True)
+class Tables:
+    """What is shown of one seed."""
+
+    active: pd.DataFrame
+    unique: pd.DataFrame
+    metrics: pd.DataFrame
+    target: dict[str, Any]
+    seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, settings: InductionSettings, folder: Path) -> Tables:
+        """Those in ``folder`` if it holds a finished run of ``settings``, else those of a new run."""
+        done = folder / "settings.json"  # written last
+        if not done.exists() or json.loads(done.read_text()) != settings.plain():
+            print(run_induction(settings, folder).tables(), flush=True)
+        summary = json.loads((folder / "summary.json").read_text())
+        frames = {name: pd.DataFrame(summary[name]) for name in ("active", "unique", "metrics")}
+        return cls(**frames, target=summary["target"], seconds=summary["seconds"])
+
+
 def main(arguments: Arguments) -> None:
     """Run every seed and publish the tables."""
     results = {}
     for seed in arguments.seeds:
         settings = InductionSettings.preset(arguments.preset, seed)
-        results[seed] = run_induction(settings, arguments.out / f"induction-{arguments.preset}-{seed}")
-        print(results[seed].tables(), flush=True)
-    data = {seed: result.summary() for seed, result in results.items()}
+        results[seed] = Tables.of(settings, arguments.out / f"induction-{arguments.preset}-{seed}")
+    data = {seed: {f.name: _plain(getattr(result, f.name)) for f in fields(result)} for seed, result in results.items()}
     publish(f"induction_{arguments.preset}", f"Induction, preset {arguments.preset}", tables(results), data)
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict("records") if isinstance(value, pd.DataFrame) else value
 
 
 if __name__ == "__main__":

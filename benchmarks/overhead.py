@@ -17,7 +17,7 @@ import torch
 import tyro
 
 import tl_spd as spd
-from benchmarks.common import alternate, markdown, publish
+from benchmarks.common import DEVICE, alternate, markdown, publish
 from benchmarks.step import gpt2_host
 from tl_spd.run import new_run
 from tl_spd.sites import find_sites
@@ -55,7 +55,7 @@ def main(arguments: Arguments) -> None:
     sites = find_sites(model, "blocks.*")
     run = new_run(model, sites, dict.fromkeys((site.name for site in sites), 256), spd.Scalar(16))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 50257, (arguments.batch, arguments.length), generator=generator)
+    tokens = torch.randint(0, 50257, (arguments.batch, arguments.length), generator=generator).to(DEVICE)
     importances = run.importances(model, tokens)
     chosen = {site.name: [0, 1, 2, 3] for site in sites[:6]}
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -7,7 +7,6 @@ matmul rate measured here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import tyro
 
 import tl_spd as spd
-from benchmarks.common import alternate, markdown, publish
+from benchmarks.common import DEVICE, alternate, markdown, publish
 from benchmarks.plain import plain_step
 from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
@@ -38,12 +37,9 @@ class Arguments:
 
 def gemm_rate() -> float:
     """Floating-point operations per second of a large float32 matmul on this machine."""
-    a, b = torch.randn(4096, 512), torch.randn(512, 1600)
-    a @ b
-    started = time.perf_counter()
-    for _ in range(20):
-        a @ b
-    return 20 * 2 * 4096 * 512 * 1600 / (time.perf_counter() - started)
+    a, b = torch.randn(4096, 512, device=DEVICE), torch.randn(512, 1600, device=DEVICE)
+    seconds = alternate({"it": lambda: a @ b}, 20)["it"]
+    return 2 * 4096 * 512 * 1600 / seconds
 
 
 def floor_flops(run: Run, tokens: int, masked: dict[str, int]) -> float:
@@ -66,12 +62,12 @@ def make_steps(
 ) -> dict[str, Callable[[], Any]]:
     """One training step of each version, on the same parameters."""
     engine, weights = Engine(model, run, last_token_only), host_weights(model, run)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     run.requires_grad_(True)
     optimizer = torch.optim.Adam(run.parameters(), lr=0.0, fused=True)
 
     def ours() -> None:
-        batch = engine.observe(sample())
+        batch = engine.observe(sample().to(DEVICE))
         found = engine.importances(batch)
         step = Step(run, found, weights, 0.5, generator, lambda passes: engine.kl(batch, passes))
         groups = {t.name: t.passes(found, generator) for t in terms if isinstance(t, spd.ReconTerm)}
@@ -83,7 +79,7 @@ def make_steps(
         optimizer.step()
 
     def plain() -> None:
-        _, gradients = plain_step(model, run, terms, sample(), generator, None, last_token_only, 0.5)
+        _, gradients = plain_step(model, run, terms, sample().to(DEVICE), generator, None, last_token_only, 0.5)
         for parameter, gradient in zip(run.parameters(), gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -94,7 +90,7 @@ def make_steps(
 def induction_case(importance: spd.ImportanceSpec, batch: int, rounds: int) -> dict[str, Any]:
     """The induction step: length 64, C 100, six sites, the paper's five losses, scored at the last token."""
     task, generator = InductionTask(), torch.Generator().manual_seed(0)
-    model = build_target(task, seed=0)
+    model = build_target(task, seed=0).to(DEVICE)
     sites = find_sites(model, "blocks.*.attn.W_[QKV]")
     run = new_run(model, sites, dict.fromkeys((site.name for site in sites), 100), importance)
     terms = spd.paper_losses("induction")
@@ -108,7 +104,7 @@ def gpt2_host(layers: int = 12) -> HookedTransformer:
     """A host of GPT-2 small's shapes with random weights and ``layers`` blocks."""
     config = HookedTransformerConfig(
         n_layers=layers, n_heads=12, d_model=768, d_head=64, d_mlp=3072, n_ctx=64, d_vocab=50257, act_fn="gelu_new",
-        normalization_type="LN", device="cpu", seed=None,
+        normalization_type="LN", device=DEVICE, seed=None,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)

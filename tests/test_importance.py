@@ -261,6 +261,20 @@ def test_backends_give_the_same_numbers_and_gradients(
         torch.testing.assert_close(other, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # compiled where it is for: on CUDA
+@pytest.mark.parametrize("relative", ["vector", "scalar"])
+@pytest.mark.parametrize("side", [None, "left"])
+def test_flex_gives_the_same_numbers_and_refuses_gradients_on_a_cpu(relative: str, side: str | None) -> None:
+    mask = tiny_padding(side, 2, 8)
+    q, k, v = (numbers(2, 8, 4, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
+    table = numbers(*((15, 4) if relative == "vector" else (15,)), seed=4, dtype=torch.float32)
+    real = None if mask is None else mask.bool()
+    eager, flex = (attend(q, k, v, table, real, backend) for backend in ("eager", "flex"))  # type: ignore[arg-type]
+    torch.testing.assert_close(flex, eager, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="no backward pass on a CPU"):
+        attend(q.requires_grad_(), k, v, table, real, "flex")
+
+
 class Largest(TorchDispatchMode):
     """Keeps the size of the largest tensor that any operation puts out."""
 

@@ -553,6 +553,42 @@ def test_the_last_good_checkpoint_is_kept(
     assert not (tmp_path / "record.json").exists()
 
 
+@pytest.mark.parametrize("what", ["value", "gradient"])
+def test_where_looking_waits_no_bad_step_is_taken_and_the_first_is_named(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    model, runs = tiny_host(dtype=torch.float32), []
+
+    class Lazy(tl_spd.train._Watch):  # as on a GPU
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.at_once = False
+
+    monkeypatch.setattr(tl_spd.train, "_Watch", Lazy)
+    monkeypatch.setattr(tl_spd.train, "new_run", lambda *args: runs.append(new_run(*args)) or runs[-1])
+    terms = [spd.StochasticRecon(1.0), Breaks(1.0, 5, what, 9)]
+    with pytest.raises(spd.NonFiniteLossError, match="Step 5"):
+        tiny_decompose(model, losses=terms, steps=9, log_every=8)
+    assert runs[0].history.empty  # it stopped when the row of step 8 was due
+    with pytest.raises(KeyboardInterrupt):
+        good = [spd.StochasticRecon(1.0), Breaks(1.0, 9, what, 9)]
+        tiny_decompose(model, stopping(5, draw=False), losses=good, steps=9, log_every=8)
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
+
+
+def test_autocast_trains_in_bfloat16_matmuls_and_keeps_float32_parameters() -> None:
+    model = tiny_host(dtype=torch.float32)
+    for importance in (spd.Scalar(2), spd.Vector(2), spd.Attention(2), spd.Shared(4)):
+        plain, cast = (
+            tiny_decompose(model, losses=TERMS, importance=importance, steps=1, log_every=1, autocast=autocast)
+            for autocast in (False, True)
+        )
+        assert all(parameter.dtype == torch.float32 for parameter in cast.parameters())
+        one, other = (run.history.iloc[0].drop(["step", "L0"]) for run in (plain, cast))
+        assert not np.array_equal(one, other)
+        np.testing.assert_allclose(one, other, rtol=0.1)  # eight bits of mantissa
+
+
 def test_a_weighted_sum_that_overflows_is_named() -> None:
     with pytest.raises(spd.NonFiniteLossError, match="Step 0: loss was not finite"):
         tiny_decompose(tiny_host(dtype=torch.float32), losses=[spd.ImportanceMinimality(3e38)])

@@ -103,16 +103,12 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None
             "flex attention has no backward pass on a CPU; use backend='blocked' there, or torch.no_grad()."
         )
     pos, scale = q.shape[1], 1 / math.sqrt(q.shape[-1])
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        place = j - i + pos - 1
-        if relative.ndim == 1:
-            r = relative[place]
-        else:  # an index takes one number: the dot product is written out
-            r = sum((q[b, i, d] * relative[place, d] for d in range(q.shape[-1])), torch.zeros_like(score))
-        score = score + r * scale
-        return score if real is None else torch.where(real[b, j], score, torch.finfo(score.dtype).min / 4)
-
+    lowest = torch.finfo(q.dtype).min / 4
+    # Lambdas, since flex traces them and whatever decorates them. An index takes one number: dot products are written out.
+    terms = (lambda b, i, n: [q[b, i, d] * relative[n, d] for d in range(q.shape[-1])]) if relative.ndim == 2 else None
+    r = (lambda b, i, n: sum(terms(b, i, n))) if terms else (lambda b, i, n: relative[n])
+    seen = (lambda score, b, j: score) if real is None else (lambda score, b, j: torch.where(real[b, j], score, lowest))
+    score_mod = lambda score, b, h, i, j: seen(score + r(b, i, j - i + pos - 1) * scale, b, j)  # noqa: E731
     function = torch.compile(flex_attention, dynamic=False) if q.device.type == "cuda" else flex_attention
     return function(q[:, None], k[:, None], v[:, None], score_mod=score_mod, scale=scale)[:, 0]
 

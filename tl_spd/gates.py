@@ -39,7 +39,7 @@ def vector_gates(
     b2: Float[Tensor, "C"],
 ) -> Float[Tensor, "*rows C"]:
     """``sum_k W2[k, c] * gelu((x @ W1)[k, c] + b1[k, c]) + b2[c]`` for every row of ``x``."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.to(W1.dtype).reshape(-1, x.shape[-1])  # under autocast it may come in less
     weights = torch.cat([W1.reshape(x.shape[-1], -1), b1.reshape(1, -1)])
     out = _VectorGates.apply(torch.cat([flat, flat.new_ones(flat.shape[0], 1)], dim=1), weights, W2)
     return (out + b2).reshape(*x.shape[:-1], b2.shape[0])
@@ -92,7 +92,7 @@ def scalar_gates(
     b2: Float[Tensor, "C"],
 ) -> Float[Tensor, "*rows C"]:
     """``sum_k W2[k, c] * gelu(a[c] * W1[k, c] + b1[k, c]) + b2[c]`` for every row of ``a``."""
-    out = _ScalarGates.apply(a.reshape(-1, a.shape[-1]), W1, b1, W2)
+    out = _ScalarGates.apply(a.to(W1.dtype).reshape(-1, a.shape[-1]), W1, b1, W2)
     return (out + b2).reshape(a.shape)
 
 

@@ -112,8 +112,10 @@ class Settings:
         steps: optimiser steps.
         batch_size: rows drawn per step where the data is one token tensor (None: all of it).
         last_token_only: score only the last real position instead of all real positions.
-        max_rows: most sequences stacked in one pass of the host (None: no bound).
+        max_rows: most sequences stacked in one pass of the host (None: no bound; on a CPU what its cache holds).
         log_every: steps between rows of the history.
+        autocast: let matmuls of the step's forward passes run in bfloat16 (torch's autocast). The Run's parameters, their
+            gradients and the optimiser stay in float32. TF32 is what torch is set to (off by default); nothing here sets it.
     """
 
     sites: str | tuple[str, ...]
@@ -130,6 +132,7 @@ class Settings:
     max_rows: int | None = None
     log_every: int = 50
     seed: int = 0
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         optional = {name: getattr(self, name) for name in ("batch_size", "max_rows") if getattr(self, name) is not None}

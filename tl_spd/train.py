@@ -2,7 +2,8 @@
 
 A step: original forward (no gradient) -> importances -> the terms' masked passes, evaluated together -> weighted sum -> one
 optimiser step on read, write and importance parameters. The host never receives gradients and never changes by a bit. Losses
-and gradients are checked before the optimiser step, so that no parameter ever takes a value that is not finite.
+and gradients are checked before the optimiser step, so that no parameter ever takes a value that is not finite. On a GPU the
+check stays there, skips the step, and is read when a row of the history is due: one copy to the host per logged step.
 
 Before the first step the components alone are brought near the weights (faithfulness warm-up; without it some seeds fail).
 Randomness comes from generators seeded by ``seed``; a checkpoint holds their states, so that resuming is bit-exact on CPU.
@@ -20,6 +21,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -87,9 +89,11 @@ def decompose(
         trainer.restore(*saved, str(folder)) if saved else trainer.warm_up(progress)
         with tqdm(total=steps, initial=trainer.step, desc="decompose", disable=not progress) as bar:
             for step in range(trainer.step, steps):
-                batch = trainer.engine.observe(*batches(step, trainer.data_generator))
-                importances = trainer.engine.importances(batch)
-                trainer.update(trainer.losses(batch, importances), importances)
+                with trainer.autocast():
+                    batch = trainer.engine.observe(*batches(step, trainer.data_generator))
+                    importances = trainer.engine.importances(batch)
+                    losses = trainer.losses(batch, importances)
+                trainer.update(losses, importances)
                 bar.update()
                 if trainer.due(chosen.log_every):
                     bar.set_postfix(trainer.history[-1])
@@ -141,6 +145,7 @@ class _Trainer:
         self.weights = host_weights(model, run)
         self.parameters = run.named_parameters()
         self.optimizer = settings.optimizer.build(run)
+        self.watch = _Watch([term.name for term in settings.losses], self.parameters)
         self.coeffs = self.optimizer.param_groups[0]["params"][0].new_tensor([term.coeff for term in settings.losses])
         self.data_generator = torch.Generator().manual_seed(settings.seed + 1)
         self.mask_generator = torch.Generator(host_device(model)).manual_seed(settings.seed + 2)
@@ -209,29 +214,20 @@ class _Trainer:
             group["lr"] = group["base_lr"] * settings.schedule.factor(self.step, settings.steps)
         self.optimizer.zero_grad(set_to_none=True)
         total.backward()
-        numbers = self._finite(total.detach(), values.detach())
+        self.watch.look(self.step, torch.stack([total.detach(), *values.detach()]))
         if settings.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.optimizer.clip)
         self.whole = None
+        self.optimizer.found_inf = self.watch.bad  # type: ignore[attr-defined]  # fused Adam: no step where this is 1
         self.optimizer.step()
         self.step += 1
         if self.due(settings.log_every):
-            self.history.append({"step": self.step, **numbers, "L0": mean_l0(importances)})
+            self.history.append({"step": self.step, **self.watch.read(L0=mean_l0(importances))})
         self.whole = self._generator_states()
 
-    def _finite(self, total: Tensor, values: Tensor) -> dict[str, float]:
-        """``total`` and ``values`` as numbers; an error if one of them or of the gradients is not finite."""
-        names = ["loss", *(term.name for term in self.settings.losses)]
-        grads = {name: p.grad.norm() for name, p in self.parameters.items() if p.grad is not None}
-        found = torch.stack([total, *values, *grads.values()]).tolist()  # the step's one copy from the device
-        everything = dict(zip([*names, *(f"the gradient of {name}" for name in grads)], found, strict=True))
-        if bad := [name for name, value in everything.items() if not math.isfinite(value)]:
-            terms = [name for name in bad if name in names[1:]]
-            raise NonFiniteLossError(
-                f"Step {self.step}: {', '.join(terms or bad[:1])} was not finite. The last checkpoint, if any, is from before. "
-                "Try a smaller learning rate, a smaller coefficient or clip=1.0 in the optimizer."
-            )
-        return {name: everything[name] for name in names}
+    def autocast(self) -> torch.autocast:
+        """Around a step's forward passes: bfloat16 matmuls where the settings ask for it."""
+        return torch.autocast(self.coeffs.device.type, torch.bfloat16, enabled=self.settings.autocast)
 
     def _generator_states(self) -> dict[str, Tensor]:
         return {"data": self.data_generator.get_state(), "mask": self.mask_generator.get_state()}
@@ -239,6 +235,7 @@ class _Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the last complete step: the Run, the optimiser's and the generators' states."""
         assert self.whole is not None
+        self.watch.read()
         self.run.history = pd.DataFrame(self.history)
         tensors = self.run.tensors() | storage.pack_training(self.optimizer, self.whole)
         storage.write_folder(folder, self.run.record() | {"step": self.step}, tensors)
@@ -251,7 +248,47 @@ class _Trainer:
         self.whole = self._generator_states()
 
 
-def mean_l0(importances: Importances) -> float:
+class _Watch:
+    """Looks at every step's losses and gradients where they are; the host is told when it asks, and on a CPU at once.
+
+    ``bad`` becomes and stays 1 once something was not finite.
+    """
+
+    def __init__(self, terms: list[str], parameters: Mapping[str, Tensor]):
+        self.losses, self.parameters = ["loss", *terms], parameters
+        self.names = ["step", *self.losses, *(f"the gradient of {name}" for name in parameters)]
+        one = next(iter(parameters.values()))
+        self.bad = torch.zeros((), device=one.device)  # float32 is what Adam takes
+        self.zero = one.new_zeros(())
+        self.seen: Tensor | None = None
+        """What the latest step showed, or the first bad one; in the order of ``names``."""
+        self.at_once = self.bad.device.type == "cpu"
+
+    def look(self, step: int, losses: Tensor) -> None:
+        """Take in the losses ``[1 + term]`` and gradients of one step."""
+        norms = [self.zero if p.grad is None else p.grad.norm() for p in self.parameters.values()]
+        now = torch.stack([torch.full_like(self.zero, step), *losses.to(self.zero.dtype), *norms])
+        self.seen = now if self.seen is None else torch.where(self.bad.bool(), self.seen, now)
+        self.bad = torch.maximum(self.bad, (~torch.isfinite(now).all()).to(self.bad.dtype))
+        if self.at_once:
+            self.read()
+
+    def read(self, **further: Tensor) -> dict[str, float]:
+        """The latest losses and ``further`` numbers, in one copy; an error if anything has not been finite."""
+        if self.seen is None:
+            return {}
+        copied = torch.stack([*self.seen, *(value.to(self.seen.dtype) for value in further.values())]).tolist()
+        found = dict(zip([*self.names, *further], copied, strict=True))
+        if bad := [name for name in self.names if not math.isfinite(found[name])]:
+            terms = [name for name in bad if name in self.losses[1:]]
+            raise NonFiniteLossError(
+                f"Step {found['step']:.0f}: {', '.join(terms or bad[:1])} was not finite. The last checkpoint, if any, is from "
+                "before. Try a smaller learning rate, a smaller coefficient or clip=1.0 in the optimizer."
+            )
+        return {name: found[name] for name in [*self.losses, *further]}
+
+
+def mean_l0(importances: Importances) -> Float[Tensor, ""]:
     """Mean number of subcomponents above 0 per real token, summed over sites."""
     active = torch.stack([(g.detach() > 0).sum(-1) for g in importances.values()]).sum(0)
-    return float((active if importances.real is None else active[importances.real]).float().mean())
+    return (active if importances.real is None else active[importances.real]).float().mean()

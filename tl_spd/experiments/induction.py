@@ -56,6 +56,11 @@ class InductionSettings:
     schedule: Schedule = field(default_factory=lambda: Schedule("cosine"))
     seed: int = 0
 
+    def plain(self) -> dict[str, Any]:
+        """The settings as plain values for JSON, losses and importance with their names."""
+        text = json.dumps(asdict(self) | {"losses": list(map(str, self.losses)), "importance": str(self.importance)})
+        return dict(json.loads(text))
+
     @classmethod
     def preset(cls, name: str, seed: int = 0) -> InductionSettings:
         """Settings by name, the same for every seed but for the seed.
@@ -212,5 +217,5 @@ def run_induction(
     result = InductionResult(target, run, **measure(target.model, run, settings.task), seconds=seconds)
     if out is not None:
         result.save(Path(out))
-        (Path(out) / "settings.json").write_text(json.dumps(asdict(settings), indent=1, default=str))
+        (Path(out) / "settings.json").write_text(json.dumps(settings.plain(), indent=1))
     return result
