@@ -66,8 +66,7 @@ def decompose(
         settings: further fields of :class:`Settings`.
 
     Returns:
-        The Run, its history with one row per logged step (losses before coefficients; L0 is the mean number of
-        subcomponents above 0 per real token, summed over sites).
+        The Run; its history has one row per logged step (losses before coefficients, and :func:`mean_l0`).
 
     Raises:
         ValueError, TypeError: wrong settings, patterns or data, before training starts.
@@ -75,10 +74,9 @@ def decompose(
     """
     if unknown := set(settings) - {entry.name for entry in fields(Settings)}:
         raise TypeError(f"decompose has no settings {sorted(unknown)}; spd.Settings lists those there are.")
-    sites = sites if isinstance(sites, str) else tuple(sites)
     terms = paper_losses("gpt2") if losses is None else tuple(losses)
-    chosen = Settings(sites, C, importance, terms, steps, **settings)
-    found = find_sites(model, sites)
+    chosen = Settings(sites if isinstance(sites, str) else tuple(sites), C, importance, terms, steps, **settings)
+    found = find_sites(model, chosen.sites)
     batches = Batches(data, model, chosen.batch_size)
     fresh = (found, chosen.counts([site.name for site in found]), importance, chosen.init, chosen.seed)
     folder = _checkpoint_folder(out, checkpoint_every, resume)
@@ -89,7 +87,7 @@ def decompose(
         trainer.restore(*saved, str(folder)) if saved else trainer.warm_up(progress)
         with tqdm(total=steps, initial=trainer.step, desc="decompose", disable=not progress) as bar:
             for step in range(trainer.step, steps):
-                with trainer.autocast():
+                with trainer.autocast:
                     batch = trainer.engine.observe(*batches(step, trainer.data_generator))
                     importances = trainer.engine.importances(batch)
                     losses = trainer.losses(batch, importances)
@@ -97,7 +95,7 @@ def decompose(
                 bar.update()
                 if trainer.due(chosen.log_every):
                     bar.set_postfix(trainer.history[-1])
-                if folder is not None and trainer.due(checkpoint_every):
+                if folder and trainer.due(checkpoint_every):
                     trainer.save(folder)
     if out is not None:
         run.save(out)
@@ -147,6 +145,7 @@ class _Trainer:
         self.optimizer = settings.optimizer.build(run)
         self.watch = _Watch([term.name for term in settings.losses], self.parameters)
         self.coeffs = self.optimizer.param_groups[0]["params"][0].new_tensor([term.coeff for term in settings.losses])
+        self.autocast = torch.autocast(self.coeffs.device.type, torch.bfloat16, enabled=settings.autocast)
         self.data_generator = torch.Generator().manual_seed(settings.seed + 1)
         self.mask_generator = torch.Generator(host_device(model)).manual_seed(settings.seed + 2)
         self.history: list[dict[str, float]] = []
@@ -224,10 +223,6 @@ class _Trainer:
         if self.due(settings.log_every):
             self.history.append({"step": self.step, **self.watch.read(L0=mean_l0(importances))})
         self.whole = self._generator_states()
-
-    def autocast(self) -> torch.autocast:
-        """Around a step's forward passes: bfloat16 matmuls where the settings ask for it."""
-        return torch.autocast(self.coeffs.device.type, torch.bfloat16, enabled=self.settings.autocast)
 
     def _generator_states(self) -> dict[str, Tensor]:
         return {"data": self.data_generator.get_state(), "mask": self.mask_generator.get_state()}
