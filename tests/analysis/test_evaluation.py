@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import tiny_host, tiny_run, tiny_tokens
+from tests.tiny import tiny_host, tiny_padding, tiny_run, tiny_tokens
+from tl_spd.analysis import evaluation
+from tl_spd.analysis.adversarial import Adversary
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.install import decomposed
 from tl_spd.run import Run
@@ -50,3 +52,49 @@ def test_stochastic_numbers_depend_on_the_seed_alone() -> None:
     other = evaluate(model, run, tokens, seed=2)
     changed = set(first.metric[first.value != other.value])
     assert changed == {"stochastic", "stochastic_layerwise"}
+
+
+def test_the_adversarial_row_names_its_budget_and_is_the_worst_number() -> None:
+    model, tokens = tiny_host("gpt2"), tiny_tokens()
+    run = tiny_run(model, "blocks.*.mlp.*")
+    adversary = Adversary(steps=15, seed=2)
+    table = evaluate(model, run, tokens, adversary=adversary).set_index(["metric", "site"]).value
+    assert table["adversarial@15x0.1,site,seed2", "all"] > max(table["stochastic", "all"], table["recon", "all"])
+    without = evaluate(model, run, tokens, adversary=None)
+    assert not without.metric.str.startswith("adversarial").any()
+    assert len(without) == len(table) - 1
+
+
+def log_probs(model: torch.nn.Module, run: Run | None, tokens: Tensor) -> Tensor:
+    if run is None:
+        return model(tokens).log_softmax(-1).detach()
+    with decomposed(model, run):
+        return model(tokens).log_softmax(-1).detach()
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_ce_difference_by_hand(side: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "LOGIT_ELEMENTS", 120)  # two sequences at once
+    model, tokens, mask = tiny_host("llama"), tiny_tokens(), tiny_padding(side)
+    run = tiny_run(model, "blocks.*")
+    answers = torch.tensor([3, 1, 4])
+    by_token, by_answer = [], []
+    for b in range(3):  # every sequence alone, without its padding
+        row = tokens[b] if mask is None else tokens[b, mask[b].bool()]
+        change = (log_probs(model, None, row[None]) - log_probs(model, run, row[None]))[0]
+        by_token += [float(change[i, row[i + 1]]) for i in range(len(row) - 1)]
+        by_answer.append(float(change[-1, answers[b]]))
+    short = dict(adversary=None, samples=1)
+    table = evaluate(model, run, tokens, mask, **short).set_index("metric").value
+    assert table["ce_difference"] == pytest.approx(sum(by_token) / len(by_token), rel=1e-8)
+    last = evaluate(model, run, tokens, mask, last_token_only=True, answers=answers, **short).set_index("metric").value
+    assert last["ce_difference"] == pytest.approx(sum(by_answer) / 3, rel=1e-8)
+
+
+def test_no_ce_difference_without_answers() -> None:
+    model, tokens = tiny_host("gpt2"), tiny_tokens()
+    run, short = tiny_run(model, "blocks.*.mlp.W_in"), dict(adversary=None, samples=1)
+    assert "ce_difference" not in set(evaluate(model, run, tokens, last_token_only=True, **short).metric)
+    assert "ce_difference" not in set(evaluate(model, run, tokens[:, :1], **short).metric)
+    with pytest.raises(ValueError, match="answers= is for last_token_only=True"):
+        evaluate(model, run, tokens, answers=torch.tensor([1, 2, 3]))

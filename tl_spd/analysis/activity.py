@@ -1,6 +1,8 @@
-"""Activity: how many subcomponents are active where.
+"""Activity: how many subcomponents are active where, which ones, and on which tokens.
 
-A subcomponent is active where its importance is above a threshold. Source: tables 1a and 1b of the paper on transformers.
+A subcomponent is active where its importance is above a threshold. It is *unique to* a prompt where it is active at some real
+token of that prompt and at no real token of the others. Source: tables 1a and 1b of the paper on transformers, and its
+subcomponents of single prompts. Approximations: none.
 """
 
 from __future__ import annotations
@@ -70,3 +72,118 @@ def l0(
 def one_hot_positions(indices: Tensor, length: int) -> Bool[Tensor, "batch pos"]:
     """Marks position ``indices[b]`` of every sequence b, for :func:`active_by_position`."""
     return torch.arange(length, device=indices.device)[None] == indices[:, None]
+
+
+def l0_by_site(
+    importances: Mapping[str, Float[Tensor, "batch pos C"]],
+    real: Bool[Tensor, "batch pos"] | None = None,
+    thresholds: Sequence[float] = (0.0, 0.1),
+) -> pd.DataFrame:
+    """:func:`l0` at several thresholds.
+
+    Returns:
+        One row per threshold and site, and one per threshold with the sum over sites as site ``"all"``:
+        ``site, threshold, l0``.
+    """
+    rows = []
+    for threshold in thresholds:
+        counts = l0(importances, real, threshold)
+        rows += [(site, threshold, count) for site, count in counts.items()]
+        rows.append(("all", threshold, sum(counts.values())))
+    return pd.DataFrame(rows, columns=["site", "threshold", "l0"])
+
+
+def subcomponent_activity(
+    importances: Mapping[str, Float[Tensor, "batch pos C"]],
+    real: Bool[Tensor, "batch pos"] | None = None,
+    thresholds: Sequence[float] = (0.0, 0.1),
+) -> pd.DataFrame:
+    """How often, and how strongly on average, every subcomponent is active.
+
+    Returns:
+        One row per site, subcomponent and threshold: ``site, subcomponent, threshold, frequency`` (share of real tokens where
+        its importance is above the threshold), ``mean_importance`` (over all real tokens, active or not).
+    """
+    parts = []
+    for site, g in importances.items():
+        tokens = (g.flatten(0, 1) if real is None else g[real]).detach().double()
+        for threshold in thresholds:
+            columns = {
+                "site": site,
+                "subcomponent": range(g.shape[-1]),
+                "threshold": threshold,
+                "frequency": (tokens > threshold).double().mean(0).tolist(),
+                "mean_importance": tokens.mean(0).tolist(),
+            }
+            parts.append(pd.DataFrame(columns))
+    return pd.concat(parts, ignore_index=True)
+
+
+def top_examples(
+    importances: Mapping[str, Float[Tensor, "batch pos C"]],
+    tokens: Tensor,
+    real: Bool[Tensor, "batch pos"] | None = None,
+    k: int = 5,
+    threshold: float = 0.0,
+) -> pd.DataFrame:
+    """The real tokens on which every subcomponent is most important, at most ``k`` of them, where it is active.
+
+    ``tokens`` ``[batch, pos]`` are those of the importances.
+
+    Returns:
+        One row per example: ``site, subcomponent, rank`` (from 0, the largest first; equal values by prompt, then position),
+        ``prompt, position`` (indices into the batch), ``token`` (its id), ``value`` (the importance). A subcomponent that is
+        never above ``threshold`` has no rows.
+
+    Raises:
+        ValueError: ``k`` below 1, tokens of another shape than the importances.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1 example, found {k}.")
+    active = _active(importances, tokens, real, threshold)
+    active = active.sort_values(["order", "subcomponent", "value", "prompt", "position"], ascending=[1, 1, 0, 1, 1])
+    active["rank"] = active.groupby(["order", "subcomponent"]).cumcount()
+    columns = ["site", "subcomponent", "rank", "prompt", "position", "token", "value"]
+    return active.loc[active["rank"] < k, columns].reset_index(drop=True)
+
+
+def unique_to_prompts(
+    importances: Mapping[str, Float[Tensor, "batch pos C"]],
+    tokens: Tensor,
+    real: Bool[Tensor, "batch pos"] | None = None,
+    threshold: float = 0.0,
+) -> pd.DataFrame:
+    """Subcomponents active at some real token of one prompt and at none of the others, wherever they are active.
+
+    ``tokens`` ``[batch, pos]`` are those of the importances.
+
+    Returns:
+        One row per active place of such a subcomponent, by prompt, position and site: ``prompt, position, token`` (its id),
+        ``site, subcomponent, value`` (the importance there).
+    """
+    active = _active(importances, tokens, real, threshold)
+    prompts = active.groupby(["order", "subcomponent"])["prompt"].transform("nunique")
+    unique = active[prompts == 1].sort_values(["prompt", "position", "order", "subcomponent"])
+    return unique[["prompt", "position", "token", "site", "subcomponent", "value"]].reset_index(drop=True)
+
+
+def _active(
+    importances: Mapping[str, Float[Tensor, "batch pos C"]],
+    tokens: Tensor,
+    real: Bool[Tensor, "batch pos"] | None,
+    threshold: float,
+) -> pd.DataFrame:
+    """Every (prompt, position, subcomponent) above ``threshold`` at a real token; ``order`` is the site's place."""
+    parts = []
+    for order, (site, g) in enumerate(importances.items()):
+        if g.shape[:2] != tokens.shape:
+            raise ValueError(
+                f"{site}: importances of shape {tuple(g.shape)} are not those of tokens {tuple(tokens.shape)}; give the "
+                "tokens that the importances were computed for."
+            )
+        above = g.detach() > threshold
+        at = (above if real is None else above & real[..., None]).nonzero(as_tuple=True)
+        places = {"prompt": at[0], "position": at[1], "token": tokens[at[:2]], "subcomponent": at[2]}
+        columns = {name: value.tolist() for name, value in (places | {"value": g.detach()[at]}).items()}
+        parts.append(pd.DataFrame({"order": order, "site": site, **columns}))
+    return pd.concat(parts, ignore_index=True)

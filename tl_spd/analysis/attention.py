@@ -1,10 +1,17 @@
-"""Attention: patterns of the original beside those of the decomposed model.
+"""Attention: patterns of the original beside those of the decomposed model, and what positions do for them.
 
-KL(P || Q) in nats between the attention of the original (P) and of the decomposed model (Q), a mean over sequences and real
-query positions, per layer and head. Source: table 1c of the paper on transformers.
+1. KL(P || Q) in nats between the attention of the original (P) and of the decomposed model (Q), a mean over sequences and real
+   query positions, per layer and head.
+2. The mechanism test: how much a query attends to a key when positional embeddings are left out of the query's input alone,
+   all keys keeping theirs. Shortformer positions join the inputs of Q and K at every layer and are left out there; standard
+   ones join the residual stream and can be told apart only in front of layer 0, whose norm is then applied to the rest.
+
+Source: table 1c of the paper on transformers and its test of the first layer's head. Approximations: none.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pandas as pd
 import torch
@@ -13,8 +20,17 @@ from torch import Tensor
 
 from tl_spd.install import Masks, decomposed
 from tl_spd.run import Run
-from tl_spd.sites import HookedTransformer
-from tl_spd.wiring import attention_patterns, padding_mask
+from tl_spd.sites import HookedTransformer, Site, find_sites, n_layers
+from tl_spd.wiring import (
+    HEAD_INPUTS,
+    Start,
+    attention_patterns,
+    make_twin,
+    observe,
+    padding_mask,
+    watch_starts,
+    write_point,
+)
 
 
 def pattern_kl(
@@ -47,3 +63,110 @@ def attention_kl(
         for head in range(kl.shape[1]):
             rows.append((layer, head, mean[head].item(), kl[:, head, -1].mean().item()))
     return pd.DataFrame(rows, columns=["layer", "head", "kl", "kl_last"])
+
+
+@torch.no_grad()
+def attention_without_positions(
+    model: HookedTransformer,
+    tokens: Int[Tensor, "batch pos"],
+    layer: int,
+    head: int,
+    query: Int[Tensor, "batch"],
+    key: Int[Tensor, "batch"],
+    *,
+    run: Run | None = None,
+    masks: Masks = "importance",
+) -> pd.DataFrame:
+    """How much ``query`` attends to ``key``, as it is and with positional embeddings left out of the query's input alone.
+
+    Args:
+        query: the query's position in every sequence.
+        key: the key's position in every sequence, at or before the query.
+        run: measure the decomposed model (as :func:`~tl_spd.install.decomposed` with ``masks``) instead of the original.
+            Importances are those of the original model with its positions.
+
+    Returns:
+        One row per sequence: ``sequence, layer, head, query, key, attention, without`` (both in [0, 1]).
+
+    Raises:
+        ValueError: a host without positional embeddings in the query's input at this layer; a layer, head or position that
+            does not exist; a key behind its query.
+    """
+    site = _query_site(model, layer, head)
+    _check_positions(query, key, tokens.shape[1])
+    with decomposed(model, run, masks) if run is not None else nullcontext():
+        pattern, bare = _pattern_and_bare_query(model, tokens, site)
+        without = _pattern_with_query(model, tokens, site, bare)
+    rows = []
+    for sequence, (i, j) in enumerate(zip(query.tolist(), key.tolist(), strict=True)):
+        at = (sequence, head, i, j)
+        rows.append((sequence, layer, head, i, j, pattern[at].item(), without[at].item()))
+    return pd.DataFrame(rows, columns=["sequence", "layer", "head", "query", "key", "attention", "without"])
+
+
+def _query_site(model: HookedTransformer, layer: int, head: int) -> Site:
+    """The matrix W_Q of ``layer``, after checking that its input holds positional embeddings that can be left out."""
+    if not 0 <= layer < n_layers(model):
+        raise ValueError(f"layer must be 0 to {n_layers(model) - 1}, found {layer}.")
+    site = find_sites(model, f"blocks.{layer}.attn.W_Q")[0]
+    if not 0 <= head < site.heads:
+        raise ValueError(f"head must be 0 to {site.heads - 1}, found {head}.")
+    kind = model.cfg.positional_embedding_type
+    if kind not in ("standard", "shortformer"):
+        raise ValueError(
+            f"This host's positions are {kind!r}: no embedding of them is in the query's input. Standard and shortformer "
+            "positions can be left out."
+        )
+    if kind == "standard" and layer > 0:
+        raise ValueError(
+            f"Standard positional embeddings are one term of the query's input at layer 0 only, found layer {layer}."
+        )
+    return site
+
+
+def _check_positions(query: Tensor, key: Tensor, length: int) -> None:
+    if wrong := [p for p in [*query.tolist(), *key.tolist()] if not 0 <= p < length]:
+        raise ValueError(f"Positions must be 0 to {length - 1}, found {wrong[0]}.")
+    if behind := [(i, j) for i, j in zip(query.tolist(), key.tolist(), strict=True) if j > i]:
+        raise ValueError(f"A key must be at or before its query, found query {behind[0][0]} and key {behind[0][1]}.")
+
+
+def _pattern_and_bare_query(
+    model: HookedTransformer, tokens: Tensor, site: Site
+) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch pos d_model"]]:
+    """The layer's pattern, and what its W_Q would read without positional embeddings."""
+    starts, added = dict[int, Start](), dict[str, Tensor]()
+    handles = watch_starts(model, starts)
+    standard = model.cfg.positional_embedding_type == "standard"
+    if standard:
+        point = model.hook_dict[write_point(model, find_sites(model, "pos_embed.W_pos")[0])]
+        handles.append(point.register_forward_hook(lambda module, args, value: added.update(positions=value)))
+    try:
+        pattern = attention_patterns(model, tokens)[site.layer]
+    finally:
+        for handle in handles:
+            handle.remove()
+    start, twin = starts[site.layer], make_twin(model)
+    resid = start.resid - added["positions"] if standard else start.resid
+    none = None if standard else torch.zeros_like(resid)
+    kwargs = dict(shortformer_pos_embed=none, attention_mask=start.attention_mask)
+    seen = observe(twin, [site], resid, start_at_layer=site.layer, stop_at_layer=site.layer + 1, **kwargs)
+    return pattern, seen.inputs[site.name]
+
+
+def _pattern_with_query(
+    model: HookedTransformer, tokens: Tensor, site: Site, new: Tensor
+) -> Float[Tensor, "batch head query key"]:
+    """The layer's pattern when its W_Q reads ``new`` at every position; keys and values are as they were."""
+    name = HEAD_INPUTS["W_Q"]
+
+    def exchange(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        old = kwargs[name]
+        return args, {**kwargs, name: new[:, :, None].expand_as(old) if old.ndim == 4 else new}
+
+    attention = model.get_submodule(site.name.rpartition(".")[0])
+    handle = attention.register_forward_pre_hook(exchange, prepend=True, with_kwargs=True)  # a Run reads it too
+    try:
+        return attention_patterns(model, tokens)[site.layer]
+    finally:
+        handle.remove()
