@@ -38,8 +38,9 @@ from tests.tiny import (
     unchanged,
     with_weights,
 )
-from tl_spd.install import pass_hooks, suppressed_weight
+from tl_spd.install import pass_hooks
 from tl_spd.run import Run
+from tl_spd.suppress import suppressed_weight
 
 ALL = [*STYLES, *MORE_STYLES]
 GROUPED = ("llama",)

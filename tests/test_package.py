@@ -8,11 +8,11 @@ import sys
 import tl_spd as spd
 
 PUBLIC = [
-    "Attention", "Components", "Faithfulness", "FaithfulnessWarmup", "HooksRemovedError", "ImportanceMinimality",
+    "Attention", "Components", "Directions", "Faithfulness", "FaithfulnessWarmup", "HooksRemovedError", "ImportanceMinimality",
     "ImportanceSpec", "Importances", "LossTerm", "NonFiniteLossError", "Optimizer", "Pass", "Recon", "ReconLayerwise",
     "ReconPartial", "ReconTerm", "Run", "Scalar", "Schedule", "Settings", "Shared", "Step", "StochasticRecon",
     "StochasticReconLayerwise", "StochasticReconPartial", "StorageError", "Vector", "decompose", "decomposed", "load",
-    "paper_losses", "suppressed",
+    "paper_losses", "suppressed", "suppressed_copy", "suppressed_directions",
 ]  # fmt: skip
 
 

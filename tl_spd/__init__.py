@@ -9,7 +9,6 @@ from tl_spd.importance import Shared as Shared
 from tl_spd.importance import Vector as Vector
 from tl_spd.install import HooksRemovedError as HooksRemovedError
 from tl_spd.install import decomposed as decomposed
-from tl_spd.install import suppressed as suppressed
 from tl_spd.losses import Faithfulness as Faithfulness
 from tl_spd.losses import ImportanceMinimality as ImportanceMinimality
 from tl_spd.losses import LossTerm as LossTerm
@@ -30,5 +29,9 @@ from tl_spd.settings import Optimizer as Optimizer
 from tl_spd.settings import Schedule as Schedule
 from tl_spd.settings import Settings as Settings
 from tl_spd.storage import StorageError as StorageError
+from tl_spd.suppress import Directions as Directions
+from tl_spd.suppress import suppressed as suppressed
+from tl_spd.suppress import suppressed_copy as suppressed_copy
+from tl_spd.suppress import suppressed_directions as suppressed_directions
 from tl_spd.train import NonFiniteLossError as NonFiniteLossError
 from tl_spd.train import decompose as decompose

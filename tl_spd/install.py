@@ -1,15 +1,12 @@
-"""Installing a Run into a host: the context managers ``decomposed`` and ``suppressed``. Nothing outlives them.
+"""Installing a Run into a host: the context manager ``decomposed``. Nothing outlives it.
 
-``decomposed``
-    1. On entering, hooks go onto the modules that read (inputs) and the hook points behind the matmuls (outputs); the
-       user's hooks come after ours, so they fire once per call and see the masked pass.
-    2. Each call of the model first runs the original model (the host's weights as they are now) on a hook-free twin,
-       where importances are asked for, and makes this call's masks. With a key-value cache the twin keeps its own.
-    3. On leaving, exactly these hooks are removed. If somebody else removed them before, the next call and leaving say so.
+1. On entering, hooks go onto the modules that read (inputs) and the hook points behind the matmuls (outputs); the user's
+   hooks come after ours, so they fire once per call and see the masked pass.
+2. Each call of the model first runs the original model (the host's weights as they are now) on a hook-free twin, where
+   importances are asked for, and makes this call's masks. With a key-value cache the twin keeps its own.
+3. On leaving, exactly these hooks are removed. If somebody else removed them before, the next call and leaving say so.
 
-``suppressed`` puts edited weights in the place of the host's parameters and puts the very same objects back.
-
-Where contexts overlap the innermost wins, site by site, and they may be left in any order.
+Where contexts overlap, also with ``suppressed``, the innermost wins, site by site, and they may be left in any order.
 """
 
 from __future__ import annotations
@@ -24,8 +21,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tl_spd.importance import Importances
 from tl_spd.masks import Pass, check_fits, check_masks, make_masks
@@ -37,10 +33,7 @@ from tl_spd.sites import (
     Site,
     all_sites,
     bias,
-    fold,
     parameter,
-    replace_parameter,
-    unfold,
 )
 from tl_spd.wiring import (
     HookSet,
@@ -56,7 +49,12 @@ from tl_spd.wiring import (
 )
 
 Masks = str | Mapping[str, Tensor]
-_entered = itertools.count(1)  # numbers contexts in the order of entering
+_entered = itertools.count(1)
+
+
+def next_entered() -> int:
+    """Numbers contexts in the order of entering: the innermost has the largest number."""
+    return next(_entered)
 
 
 class HooksRemovedError(RuntimeError):
@@ -160,12 +158,12 @@ class _Installation:
         else:
             check_masks(self.masks, self.sites, counts)
             self.sites = [site for site in self.sites if site.name in self.masks]
-        _check_host(self.model, self.sites)
+        check_host(self.model, self.sites)
         if isinstance(self.masks, str) and self.masks != "ones" and self.given is None:
             self.original = _Original(self.model, self.run, self.sites)
 
     def enter(self) -> None:
-        self.entered, self.calls, self.reader = next(_entered), _Calls.of(self.model), Reader(self.model, self.sites)
+        self.entered, self.calls, self.reader = next_entered(), _Calls.of(self.model), Reader(self.model, self.sites)
         for site in self.sites:
             self.hooks.add(self.model, *write_hook(self.model, site, self.producer(site)))
         self.calls.listeners.append(self)
@@ -226,7 +224,8 @@ class _Installation:
         return masked_output(self.model, self.run, site, x, self.now[site.name], like)
 
 
-def _check_host(model: HookedTransformer, sites: Iterable[Site]) -> None:
+def check_host(model: HookedTransformer, sites: Iterable[Site]) -> None:
+    """Refuse with a ValueError a host that lacks any of a Run's ``sites`` or has another shape there."""
     own = {site.name: site for site in all_sites(model)}
     if strange := [site for site in sites if own.get(site.name) != site]:
         found = own.get(strange[0].name, "no such weight")
@@ -321,80 +320,3 @@ class _Original:
         joined = Observation(inputs, rows, seen.starts, None)
         found = self.run.importances_from(joined, self.real(seen, given), self.sites)
         return Importances({name: pre[:, -new:] for name, pre in found.pre.items()})
-
-
-def suppressed_weight(
-    host_weight: Float[Tensor, "d_in d_out"],
-    read: Float[Tensor, "d_in k"],
-    write: Float[Tensor, "k d_out"],
-    sequential: bool = False,
-) -> Float[Tensor, "d_in d_out"]:
-    """``W - sum_k (r_k^T W w_k) r_k w_k^T`` with unit ``r_k, w_k``; every term from the original ``W``.
-
-    ``sequential=True`` applies one direction after the other instead, each to what the last one left. Computed in
-    float32 or better, returned in the dtype of ``host_weight``. A zero direction suppresses nothing.
-    """
-    W = host_weight.to(torch.promote_types(host_weight.dtype, torch.float32))
-    r = nn.functional.normalize(read.to(W), dim=0)
-    w = nn.functional.normalize(write.to(W), dim=1)
-    if sequential:
-        for k in range(r.shape[1]):
-            W = W - (r[:, k] @ W @ w[k]) * torch.outer(r[:, k], w[k])
-        return W.to(host_weight.dtype)
-    strength = torch.einsum("ik,ij,kj->k", r, W, w)
-    return (W - (r * strength) @ w).to(host_weight.dtype)
-
-
-@contextmanager
-def suppressed(
-    model: HookedTransformer, run: Run, subcomponents: Mapping[str, Sequence[int]], *, sequential: bool = False
-) -> Iterator[HookedTransformer]:
-    """Inside this context the directions of chosen subcomponents are projected out of the host's own weights.
-
-    Args:
-        subcomponents: site name -> indices of subcomponents (a repeated index counts once).
-        sequential: one direction after the other (see :func:`suppressed_weight`).
-
-    The weights are swapped, so there is no cost per token. Parameters are put back as the same objects, bit for bit.
-
-    Raises:
-        ValueError, IndexError: unknown sites or subcomponents, before anything is changed.
-    """
-    new: list[tuple[Site, _Edited]] = []
-    for name, indices in subcomponents.items():
-        if name not in run.components:
-            raise ValueError(f"{name} is not decomposed in this Run; its sites are {list(run.components)}.")
-        parts = run.components[name]
-        _check_host(model, [parts.site])
-        if outside := [index for index in indices if index not in range(parts.C)]:
-            raise IndexError(f"{name} has subcomponents 0 to {parts.C - 1}; found {outside}.")
-        once = list(dict.fromkeys(int(index) for index in indices))
-        own = parameter(model, parts.site)
-        with torch.no_grad():
-            edited = suppressed_weight(fold(parts.site, own), parts.read[:, once], parts.write[once], sequential)
-        new.append((parts.site, _Edited(unfold(parts.site, edited), requires_grad=own.requires_grad)))
-    for site, edit in new:
-        edit.under, edit.entered = replace_parameter(model, site, edit), next(_entered)
-    try:
-        yield model
-    finally:
-        for site, edit in new:
-            _take_out(model, site, edit)
-
-
-class _Edited(nn.Parameter):  # a suppressed weight in the place of the one under it, which may be one itself
-    under: nn.Parameter
-    entered: int = 0
-
-
-def _take_out(model: HookedTransformer, site: Site, edit: _Edited) -> None:
-    """Take ``edit`` out of the pile on a host's parameter, wherever in the pile it is."""
-    if (edit.under.dtype, edit.under.device) != (edit.dtype, edit.device):  # the host was cast or moved inside
-        edit.under.data = edit.under.data.to(edit)
-    above = parameter(model, site)
-    while isinstance(above, _Edited) and above is not edit and above.under is not edit:
-        above = above.under
-    if isinstance(above, _Edited) and above is not edit:
-        above.under = edit.under
-    else:
-        replace_parameter(model, site, edit.under)

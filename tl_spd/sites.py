@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens import HookedTransformer as HookedTransformer
 from transformer_lens import HookedTransformerConfig as HookedTransformerConfig
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as KeyValueCache  # noqa: F401
 from transformer_lens.hook_points import HookPoint as HookPoint
+from transformer_lens.patching import generic_activation_patch as generic_activation_patch
+from transformer_lens.patching import layer_pos_patch_setter as layer_pos_patch_setter
 from transformer_lens.utilities import get_attention_mask as get_attention_mask
 from transformer_lens.utilities import get_offset_position_ids
 from transformer_lens.utilities.activation_functions import apply_softcap as apply_softcap
@@ -264,3 +266,75 @@ def gather_positions(cached: int, attention_mask: Tensor | None, tokens: Tensor)
     positions = get_offset_position_ids(cached, attention_mask)
     real = attention_mask[:, cached : cached + pos].bool()
     return torch.where(real, positions, torch.full_like(positions, -1))
+
+
+# --- states of a pass ------------------------------------------------------------------------------------------------
+
+STATES = {"resid": "hook_resid_post", "mlp": "hook_mlp_out", "attn": "hook_attn_out"}
+"""States of a layer, ``[batch, pos, d_model]``: the residual stream behind it, its MLP's and its attention's output."""
+
+EMBEDDING_POINT = "hook_embed"
+"""The hook point of the token embeddings, before positions are added."""
+
+
+def state_point(kind: str, layer: int) -> str:
+    """The hook point of a layer's state; ``kind`` is a key of ``STATES``."""
+    return f"blocks.{layer}.{STATES[kind]}"
+
+
+def state_kinds(model: HookedTransformer) -> tuple[str, ...]:
+    """The kinds of states that this host's layers have: no ``"mlp"`` in attention-only hosts."""
+    return tuple(kind for kind in STATES if kind != "mlp" or not model.cfg.attn_only)
+
+
+def embedding_matrix(model: HookedTransformer) -> Float[Tensor, "d_vocab d_model"]:
+    """The token embeddings, detached."""
+    return model.embed.W_E.detach()
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def text_tokens(model: HookedTransformer, text: str) -> Int[Tensor, "1 pos"]:
+    """``text`` as the host's tokenizer and ``default_prepend_bos`` make it, never cut off.
+
+    Raises:
+        ValueError: the host has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"This host has no tokenizer for {text!r}; give tokens [1, pos], or model.set_tokenizer(...).")
+    return model.to_tokens(text, truncate=False)
+
+
+def text_spans(model: HookedTransformer, text: str) -> list[tuple[int, int] | None]:
+    """Which characters ``(start, end)`` of ``text`` each of its tokens stands for; None for an added first token.
+
+    Raises:
+        ValueError: the tokenizer cannot tell, or the tokens are not those of the text with others in front.
+    """
+    tokens = text_tokens(model, text)[0].tolist()
+    if not getattr(model.tokenizer, "is_fast", False):
+        raise ValueError("This host's tokenizer does not tell where tokens are in a text; give positions instead.")
+    found = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # type: ignore[misc]
+    ids, added = list(found["input_ids"]), len(tokens) - len(found["input_ids"])
+    if added < 0 or tokens[added:] != ids:
+        raise ValueError(f"The tokens {tokens} of {text!r} do not end with its own {ids}; give positions instead.")
+    return [None] * added + [(start, end) for start, end in found["offset_mapping"]]
+
+
+def one_token(model: HookedTransformer, text: str) -> int:
+    """The one token that ``text`` is for the host's tokenizer; ValueError if it is none or several."""
+    if model.tokenizer is None:
+        raise ValueError(f"This host has no tokenizer for {text!r}; give the token's number.")
+    ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise ValueError(
+            f"{text!r} is {len(ids)} tokens for this host's tokenizer; an answer must be one. Mind its space."
+        )
+    return ids[0]
+
+
+def token_texts(model: HookedTransformer, tokens: Int[Tensor, "pos"]) -> list[str]:
+    """Every token as text, or its number where the host has no tokenizer."""
+    numbers, tokenizer = tokens.tolist(), model.tokenizer
+    return [str(number) if tokenizer is None else str(tokenizer.decode([number])) for number in numbers]
