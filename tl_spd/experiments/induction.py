@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from tl_spd.analysis.activity import active_by_position, one_hot_positions, unique_subcomponents
-from tl_spd.analysis.attention import attention_kl
+from tl_spd.analysis.adversarial import Adversary, adversarial_recon
+from tl_spd.analysis.attention import attention_kl, attention_without_positions
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.components import Init
+from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, TargetResult, TargetSettings, train_target
 from tl_spd.importance import Attention, ImportanceSpec
 from tl_spd.losses import LossTerm, ReconLayerwise, paper_losses
@@ -38,6 +40,7 @@ from tl_spd.train import decompose
 
 SITES = ("blocks.*.attn.W_[QKV]",)
 EVALUATION_SEED = 10_007
+ADVERSARY_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
@@ -173,14 +176,26 @@ def named_positions(task: InductionTask, s1: Tensor) -> dict[str, Tensor]:
 
 
 def measure(model: HookedTransformer, run: Run, task: InductionTask, sequences: int = 1024) -> dict[str, pd.DataFrame]:
-    """The paper's tables on held-out sequences: ``active``, ``unique``, ``metrics``."""
+    """The paper's tables on held-out sequences: ``active``, ``unique``, ``metrics``.
+
+    Beside the paper's metrics those of :func:`evaluate`, and the mechanism test: m's attention on s1 in layer 0 with and
+    without positions in m's query (``m_on_s1_attention``, ``m_on_s1_without``).
+    """
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
-    tokens, _, s1 = task.sample(sequences, generator)
+    tokens, answers, s1 = task.sample(sequences, generator)
     importances = run.importances(model, tokens)
-    metrics = evaluate(model, run, tokens, last_token_only=True, max_rows=4096)
+    metrics = evaluate(model, run, tokens, last_token_only=True, max_rows=4096, answers=answers, adversary=None)
+    few = Engine(model, run, last_token_only=True)  # the adversary's gradients hold the whole batch
+    batch = few.observe(tokens[:ADVERSARY_SEQUENCES])
+    adversary = Adversary()
+    worst = adversarial_recon(few, batch, few.importances(batch), adversary)
     kl = attention_kl(model, run, tokens)
-    rows = [("attention_kl", f"layer {row.layer}", row.kl) for row in kl.itertuples()]
+    rows = [(f"adversarial@{adversary.budget}", "all", worst.kl)]
+    rows += [("attention_kl", f"layer {row.layer}", row.kl) for row in kl.itertuples()]
     rows.append(("attention_kl", "all", kl.kl.mean()))
+    for which, chosen in (("original", None), ("decomposed", run)):
+        mechanism = attention_without_positions(model, tokens, 0, 0, s1 + 1, s1, run=chosen)
+        rows += [(f"m_on_s1_{column}", which, mechanism[column].mean()) for column in ("attention", "without")]
     return {
         "active": active_by_position(importances, named_positions(task, s1)),
         "unique": unique_subcomponents(importances),
