@@ -36,6 +36,7 @@ from tl_spd.losses import LossTerm, ReconLayerwise, paper_losses
 from tl_spd.run import Run
 from tl_spd.settings import Optimizer, Schedule
 from tl_spd.sites import HookedTransformer
+from tl_spd.suppress import save_weights
 from tl_spd.train import decompose
 
 SITES = ("blocks.*.attn.W_[QKV]",)
@@ -132,11 +133,8 @@ class InductionResult:
 
     def save(self, out: Path) -> None:
         """Write the target's weights and history, the Run, and the tables to the folder ``out``."""
-        from safetensors.torch import save_file
-
         out.mkdir(parents=True, exist_ok=True)
-        state = {name: value.contiguous() for name, value in self.target.model.state_dict().items()}
-        save_file(state, out / "target.safetensors")
+        save_weights(self.target.model, out / "target.safetensors")
         self.target.history.to_csv(out / "target_history.csv", index=False)
         self.run.history.to_csv(out / "history.csv", index=False)
         self.run.save(out / "run")

@@ -1,0 +1,134 @@
+"""What the analyses say of the Runs that benchmarks.induction left. ``python -m benchmarks.induction_analyses --seeds 0 1 2``.
+
+For the Run of every seed: the mechanism test, the worst masking found, rank-1 pieces against KL (greedy SVD, the Run, random),
+and patching of one prompt pair beside TransformerLens: the same sequence with another token m.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import tyro
+
+import tl_spd as spd
+from benchmarks.common import markdown, publish
+from benchmarks.induction import short
+from tl_spd.analysis.adversarial import Adversary, adversarial_recon
+from tl_spd.analysis.attention import attention_without_positions
+from tl_spd.analysis.patching import answer_metric, compare_whole_sites, correlations, joint_shares, patch_subcomponents
+from tl_spd.analysis.pruning import rank1_curve
+from tl_spd.engine import Engine
+from tl_spd.experiments.induction_target import InductionTask, build_target
+from tl_spd.suppress import load_weights
+
+LEVELS = (1e-3, 1e-2, 1e-1, 1.0)
+"""KLs (nats) at which pieces are counted."""
+
+
+@dataclass
+class Arguments:
+    """Where the Runs are, and how many held-out sequences are used."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    preset: str = "cpu"
+    runs: Path = Path("runs")
+    sequences: int = 256
+
+
+def pieces_needed(curve: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """For every method and level: the fewest kept pieces whose KL is at most that (random: the mean over its seeds)."""
+    found: dict[str, dict[str, float]] = {}
+    for method, rows in curve.groupby("method"):
+        by_level = {}
+        for level in LEVELS:
+            fewest = rows[rows.kl <= level].groupby("seed").kept.min()
+            by_level[f"KL {level:g}"] = float(fewest.mean())
+        found[str(method)] = by_level
+    return found
+
+
+def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
+    """All analyses of one seed's Run."""
+    task = InductionTask()
+    model = build_target(task, seed)
+    load_weights(model, folder / "target.safetensors")
+    run = spd.load(folder / "run", model)
+    tokens, _, s1 = task.sample(sequences, torch.Generator().manual_seed(20_011))
+    engine = Engine(model, run, last_token_only=True)
+    batch = engine.observe(tokens)
+    worst = adversarial_recon(engine, batch, engine.importances(batch), Adversary())
+    numbers: dict[str, float] = {f"adversarial recon ({Adversary().budget})": worst.kl}
+    for which, chosen in (("original", None), ("decomposed", run)):
+        table = attention_without_positions(model, tokens, 0, 0, s1 + 1, s1, run=chosen)
+        numbers[f"m on s1, {which}"] = table.attention.mean()
+        numbers[f"m on s1 without positions in m's query, {which}"] = table.without.mean()
+    started = time.perf_counter()
+    curve = rank1_curve(model, run, tokens, tau=2.0, last_token_only=True, points=24)
+    seconds = time.perf_counter() - started
+    clean = tokens[:1]
+    corrupted, m = clean.clone(), int(s1[0]) + 1
+    corrupted[0, m] = (clean[0, m] + 64) % task.vocab
+    metric = answer_metric(model, int(clean[0, m]), int(corrupted[0, m]))
+    patches = patch_subcomponents(model, run, clean, corrupted, metric)
+    shares = joint_shares(model, run, clean, corrupted, metric, patches)
+    return {
+        "numbers": numbers,
+        "curve": curve,
+        "curve seconds": seconds,
+        "patches": patches[patches.effect.abs() > 1e-3],
+        "shares": shares[shares.tl_effect.abs() > 0.1],
+        "whole": compare_whole_sites(model, run, clean, corrupted, metric),
+        "correlations": correlations(patches),
+    }
+
+
+def main(arguments: Arguments) -> None:
+    """Analyse every seed and publish the tables."""
+    results = {}
+    for seed in arguments.seeds:
+        folder = arguments.runs / f"induction-{arguments.preset}-{seed}"
+        results[seed] = analyse(folder, seed, arguments.sequences)
+    pieces = {
+        (method, f"seed {seed}"): levels
+        for seed, result in results.items()
+        for method, levels in pieces_needed(result["curve"]).items()
+    }
+    shares = pd.concat([r["shares"].assign(seed=seed) for seed, r in results.items()])
+    shares = shares.assign(site=shares.site.map(short)).set_index(["seed", "site", "position", "k"])
+    found = pd.concat([r["correlations"].assign(seed=seed) for seed, r in results.items()])
+    found = found[found.site == "all"].set_index(["seed", "first", "second"])
+    whole = {seed: result["whole"] for seed, result in results.items()}
+    checks = {
+        seed: {"largest |TransformerLens's effect|": t.tl_effect.abs().max(), "largest |difference|": t.difference.abs().max(),
+               "largest |unexplained by the delta|": t.unexplained.abs().max()}
+        for seed, t in whole.items()
+    }  # fmt: skip
+    parts = [
+        f"Runs of the preset {arguments.preset}; {arguments.sequences} held-out sequences, scored at the last token.",
+        markdown(pd.DataFrame({f"seed {seed}": result["numbers"] for seed, result in results.items()})),
+        "Fewest rank-1 pieces, kept at every token, whose KL is at most so many nats (spd: by mean importance)",
+        markdown(pd.DataFrame(pieces).T.sort_index(level=0, sort_remaining=False), ".0f"),
+        "Patching one prompt pair (another token m; logit of the one m minus that of the other): what the k subcomponents of"
+        " largest effect carry of TransformerLens's patch of the whole site, where that is above 0.1",
+        markdown(shares[["joint_effect", "summed_effect", "tl_effect", "joint_share"]]),
+        "All subcomponents of a site together against TransformerLens's patch",
+        markdown(pd.DataFrame(checks)),
+        "How well cheaper numbers predict effects (all sites together)",
+        markdown(found[["n", "pearson", "spearman"]]),
+    ]
+    data = {
+        seed: {
+            key: value.to_dict("records") if isinstance(value, pd.DataFrame) else value for key, value in result.items()
+        }
+        for seed, result in results.items()
+    }
+    publish("induction_analyses", "Analyses of the induction Runs", "\n\n".join(parts), data)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))
