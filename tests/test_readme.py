@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import tl_spd.hosts
 from tests.tiny import tiny_host
@@ -15,9 +17,18 @@ from tests.tiny import tiny_host
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
+def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
+    """One token per word, which takes the space in front of it along."""
+    numbers = {word: index for index, word in enumerate(["<|end|>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<|end|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_next")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+
+
 def test_every_python_block_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = tiny_host("llama", dtype=torch.float32)
-    model.to_tokens = lambda text: torch.arange(1, 6)[None]
+    words = ["Tiger", " Woods", "Kobe", " Bryant", " plays", " professional", " golf", " basketball"]
+    model.set_tokenizer(tokenizer_of(words))
     monkeypatch.setattr(tl_spd.hosts, "load_host", lambda name: model)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
