@@ -1,23 +1,24 @@
-"""The command line: ``tl-spd induction | decompose | evaluate``. Each command is a short program over the public API."""
+"""The command line: ``tl-spd induction | facts | decompose | evaluate``. Each command is a short program over the public API."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
-import torch
 import tyro
-from torch import Tensor
 
 import tl_spd as spd
 from tl_spd.analysis.evaluation import evaluate
+from tl_spd.experiments.facts import FactsSettings, run_facts
+from tl_spd.experiments.facts_data import FactSet
+from tl_spd.experiments.facts_steps import tokenize
 from tl_spd.experiments.induction import InductionSettings, run_induction
 from tl_spd.hosts import load_host, processing_of
 from tl_spd.run import new_run
-from tl_spd.sites import HookedTransformer, find_sites
+from tl_spd.sites import find_sites
 
 PROMPTS = (
     "Tiger Woods plays professional golf",
@@ -42,6 +43,38 @@ class Induction:
         result = run_induction(InductionSettings.preset(self.preset, self.seed), self.out)
         print(result.tables())
         print(f"Results are in {self.out}: tables.md, summary.json, history.csv, and the Run in {self.out / 'run'}.")
+
+
+@dataclass
+class Facts:
+    """Decompose early layers on two facts, suppress what is unique to each, and measure what else suffers."""
+
+    out: Path
+    """Folder for the results."""
+    preset: Literal["quick", "cpu", "gpt2"] = "quick"
+    """quick: 15 minutes on two cores; cpu: under an hour; gpt2: the paper's settings, for a large GPU."""
+    seed: int = 0
+    host: str | None = None
+    """Another host than the preset's: whatever decompose --host takes."""
+    facts: Path | None = None
+    """Other facts than those shipped: a JSON file, see FactSet.read."""
+    sites: tuple[str, ...] | None = None
+    """Other sites than the preset's: patterns over TransformerLens weight names."""
+    C: Annotated[int | None, tyro.conf.arg(name="C")] = None
+    """Subcomponents per site; the preset's, or 600 where other sites are given."""
+    steps: int | None = None
+
+    def run(self) -> None:
+        """Run the experiment and print its tables."""
+        asked: dict[str, Any] = {"host": self.host, "sites": self.sites, "steps": self.steps}
+        asked |= {"C": self.C or (600 if self.sites else None)}
+        asked |= {"facts": None if self.facts is None else FactSet.read(self.facts)}
+        given = {name: value for name, value in asked.items() if value is not None}
+        settings = replace(FactsSettings.preset(self.preset, self.seed), **given)
+        print(run_facts(settings, self.out).tables())
+        print(
+            f"Results are in {self.out}: tables.md, summary.json, a CSV per table, and the Run in {self.out / 'run'}."
+        )
 
 
 @dataclass
@@ -118,17 +151,13 @@ class Evaluate:
         print(rows.to_string(index=False))
 
 
-def tokenize(model: HookedTransformer, prompts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """Right-padded tokens ``[prompt, pos]`` and their attention mask."""
-    rows = [model.to_tokens(prompt)[0] for prompt in prompts]
-    longest = max(len(row) for row in rows)
-    tokens = torch.stack([torch.cat([row, row.new_full((longest - len(row),), int(row[0]))]) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return tokens, mask.to(tokens.device)
-
-
 def main() -> None:
     """Entry point of ``tl-spd``."""
-    commands: dict[str, Callable[..., Any]] = {"induction": Induction, "decompose": Decompose, "evaluate": Evaluate}
+    commands: dict[str, Callable[..., Any]] = {
+        "induction": Induction,
+        "facts": Facts,
+        "decompose": Decompose,
+        "evaluate": Evaluate,
+    }
     chosen = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     chosen.run()

@@ -1,0 +1,123 @@
+"""``tl-spd facts`` on several seeds: what suppression takes from a fact, beside what it takes elsewhere and what controls take.
+
+``python -m benchmarks.facts --seeds 0 1 2``
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import tyro
+
+from benchmarks.common import markdown, publish
+from tl_spd.experiments.facts import FactsResult, FactsSettings, run_facts
+
+SPARED = 0.1
+"""Mean change of the fact set's probabilities below which a control counts as sparing it."""
+
+
+@dataclass
+class Arguments:
+    """Seeds one after the other, each with its own decomposition."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    preset: str = "quick"
+    out: Path = Path("runs")
+
+
+def seed_table(results: dict[int, FactsResult]) -> pd.DataFrame:
+    """One column per seed: counts, seconds, the evaluation's joint numbers and how deep its worst layerwise recon is."""
+    columns = {}
+    for seed, result in results.items():
+        column: dict[str, Any] = {}
+        for name, value in result.counts().items():
+            column |= {f"{name}: {key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        metrics = result.metrics
+        column |= metrics[metrics.site == "all"].set_index("metric").value.to_dict()
+        column["layerwise, worst site"] = metrics[(metrics.metric == "layerwise") & (metrics.site != "all")].value.max()
+        column |= {f"seconds: {part}": value for part, value in result.seconds.items()}
+        columns[f"seed {seed}"] = {name: float(value) for name, value in column.items()}
+    return pd.DataFrame(columns)
+
+
+def headline_table(results: dict[int, FactsResult]) -> pd.DataFrame:
+    """What is left of the fact and of the fact set, beside the controls that take most of the fact, by seed, fact and choice.
+
+    Among the controls that ``spare`` the fact set (mean change below SPARED), and among all of them.
+    """
+    rows = {}
+    for seed, result in results.items():
+        for (target, choice), table in result.effects_table().groupby(["target", "choice"], sort=False):
+            by_control = table.droplevel(["target", "choice"])
+            own, controls = by_control.loc["subcomponents"], by_control.drop("subcomponents")
+            row = {name: own[name] for name in ("directions", "fact", "facts", "facts change")}
+            for which, among in {"sparing": controls[controls["facts change"] < SPARED], "any": controls}.items():
+                if len(among):
+                    name = among.fact.idxmin()
+                    row |= {f"{which} control": name, f"{which}: fact": among.fact[name]}
+                    row[f"{which}: facts change"] = among["facts change"][name]
+            rows[f"seed {seed}", target, choice] = row
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def effect_tables(results: dict[int, FactsResult]) -> list[str]:
+    """For each fact and choice the ratios of every seed, one row per suppression and seed."""
+    every = pd.concat({seed: result.effects_table() for seed, result in results.items()}, names=["seed"])
+    parts = []
+    for (target, choice), rows in every.groupby(["target", "choice"], sort=False):
+        shown = rows.droplevel(["target", "choice"]).swaplevel().sort_index(level="control", sort_remaining=True)
+        parts += [f"`{target}`, choice by {choice}", markdown(shown)]
+    return parts
+
+
+def selection_table(results: dict[int, FactsResult]) -> str:
+    """Which directions were suppressed, by seed, fact and choice, with the token where each is most important."""
+    every = pd.concat({seed: result.selections for seed, result in results.items()}, names=["seed", "row"])
+    every["token"] = every.token.map(repr)
+    return markdown(every.droplevel("row").set_index(["target", "choice", "round"], append=True))
+
+
+def unique_table(results: dict[int, FactsResult]) -> str:
+    """How many subcomponents unique to a prompt are active at each of its tokens, by seed."""
+    columns = {}
+    for seed, result in results.items():
+        rows = result.unique.assign(token=result.unique.token.map(repr))
+        columns[f"seed {seed}"] = rows.groupby(["prompt", "position", "token"], sort=False).size()
+    return markdown(pd.DataFrame(columns).fillna(0).astype(int).sort_index())
+
+
+def main(arguments: Arguments) -> None:
+    """Run every seed and publish the tables."""
+    results = {}
+    for seed in arguments.seeds:
+        settings = FactsSettings.preset(arguments.preset, seed)
+        results[seed] = run_facts(settings, arguments.out / f"facts-{arguments.preset}-{seed}")
+        print(results[seed].tables(), flush=True)
+    settings = FactsSettings.preset(arguments.preset)
+    text = [
+        f"Host {settings.host}, sites {settings.sites}, C {settings.C}, {settings.importance}, {settings.steps} steps on "
+        f"{' and '.join(f'`{fact.prompt}` -> `{fact.answer}`' for fact in settings.facts.pair)}. At most {settings.k} directions "
+        f"of the {settings.candidates} most important ones unique to a prompt are suppressed.",
+        "What is left of the answer's probability (`change`: mean of |ratio - 1|), beside the control taking most of the fact: "
+        f"of those that change the fact set by less than {SPARED:g} (`sparing`), and of all (`any`)",
+        markdown(headline_table(results)),
+        markdown(seed_table(results)),
+        "Subcomponents unique to a prompt, by the token where they are active",
+        unique_table(results),
+        "Suppressed directions (importance before its cut at 1; `p`, `ratio`: of the fact, with all up to that round suppressed)",
+        selection_table(results),
+        "Probability of the answer after suppression as a share of that before: means over prompts. `facts`: the known facts of "
+        "the fact set with 95% interval over facts, worst ratio, mean absolute change and share of answers still ranked first; "
+        "`same answer`: those of them whose answer is this fact's. Random controls: means over draws, worst of all draws. "
+        "`best`: chosen greedily by effect on the fact from as many directions as subcomponents were tried.",
+        *effect_tables(results),
+    ]
+    data = {seed: result.numbers() for seed, result in results.items()}
+    publish(f"facts_{arguments.preset}", f"Facts, preset {arguments.preset}", "\n\n".join(text), data)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

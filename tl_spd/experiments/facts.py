@@ -1,0 +1,339 @@
+"""The facts experiment: decompose early layers on two facts, suppress what is unique to one of them, and see what else suffers.
+
+1. The facts of a :class:`~tl_spd.experiments.facts_data.FactSet` are checked against the host. The pair must be known: each
+   answer is one token and the host's most probable one. Of the other facts those that are not known are dropped and counted.
+2. Sites of early layers are decomposed on the pair's prompts (without the answers), scored at all positions, with Vector
+   importances and the paper's losses, the partial ones among them.
+3. Subcomponents unique to each prompt are listed by token. The ``candidates`` of them with the largest importance before its
+   cut at 1 are kept; at most ``k`` of these are suppressed, chosen by importance alone, and greedily by effect on the fact.
+4. Effects on the fact, the other fact, the reversed questions and the fact set, beside controls of the same size (random,
+   singular and the other prompt's directions), and where the choice was by effect, controls chosen with the same effort.
+5. Causal traces of both prompts, a zero-out sweep, the evaluation of the Run.
+
+Presets: ``quick`` (layers 0-2, about 15 minutes on two cores), ``cpu`` (layers 0-5, under 60), ``gpt2`` (the paper's settings:
+every block of GPT-2 small, for a GPU with 80 GB). Source: the paper's experiment on facts. Where this departs from it: the
+presets for two cores have fewer layers and steps and a small d_gate, start from singular vectors, and move components more
+slowly than importances, since real weights bear only small steps; controls and equal effort are this library's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from tl_spd.analysis.activity import unique_subcomponents, unique_to_prompts
+from tl_spd.analysis.evaluation import evaluate
+from tl_spd.analysis.tracing import causal_trace
+from tl_spd.analysis.zero_out import zero_out
+from tl_spd.components import Init
+from tl_spd.experiments.facts_data import IN_PAPERS_WORDS, SHIPPED, FactSet
+from tl_spd.experiments.facts_steps import check_facts, choose, measure_suppression, summarize, tokenize
+from tl_spd.hosts import load_host
+from tl_spd.importance import ImportanceSpec, Vector
+from tl_spd.losses import LossTerm, paper_losses
+from tl_spd.run import Run
+from tl_spd.settings import FaithfulnessWarmup, Optimizer, Schedule
+from tl_spd.sites import HookedTransformer, token_texts
+from tl_spd.train import decompose
+
+TABLES = ("known", "active", "unique", "selections", "effects", "summary", "trace", "zero_out", "metrics")
+SHORT = ("active", "selections", "summary", "metrics")
+"""The tables that ``summary.json`` holds too."""
+
+MATRICES = ("attn.W_*", "mlp.W_*")
+
+
+@dataclass(frozen=True)
+class FactsSettings:
+    """What decides a facts run.
+
+    Attributes:
+        host: what :func:`~tl_spd.hosts.load_host` takes.
+        facts: the pair, its reversed questions and the fact set.
+        device: where the host goes (None: a GPU if there is one).
+        k: how many directions are suppressed at most.
+        candidates: how many of the subcomponents unique to a prompt are tried, those of largest importance.
+        threshold: importance above which a subcomponent is active.
+        control_draws: draws of random controls.
+        trace_draws: noise draws of the causal traces.
+    """
+
+    sites: tuple[str, ...]
+    steps: int
+    host: str = "smollm2"
+    facts: FactSet = SHIPPED
+    device: str | None = None
+    C: int | Mapping[str, int] = 600
+    importance: ImportanceSpec = field(default_factory=lambda: Vector(d_gate=4))
+    init: Init = "svd"
+    losses: tuple[LossTerm, ...] = field(default_factory=lambda: paper_losses("gpt2"))
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-3, component_lr=1e-4))
+    schedule: Schedule = field(default_factory=Schedule)
+    warmup: FaithfulnessWarmup = field(default_factory=FaithfulnessWarmup)
+    k: int = 4
+    candidates: int = 64
+    threshold: float = 0.0
+    control_draws: int = 5
+    trace_draws: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.k, self.candidates, self.control_draws, self.trace_draws) < 1:
+            raise ValueError(
+                f"k, candidates, control_draws and trace_draws must be at least 1, found {self.k}, {self.candidates}, "
+                f"{self.control_draws} and {self.trace_draws}."
+            )
+
+    @classmethod
+    def preset(cls, name: str, seed: int = 0) -> FactsSettings:
+        """Settings by name, the same for every seed but for the seed.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        small = {"*": 600, "*.W_[KV]": 200}  # a little above SmolLM2's ranks of 576 and 192
+        presets = {
+            "quick": cls(_layers("[0-2]"), steps=200, C=small, control_draws=2, trace_draws=4),
+            "cpu": cls(_layers("[0-5]"), steps=500, C=small),
+            "gpt2": cls(
+                _layers("*"),
+                steps=20_000,
+                host="gpt2",
+                facts=IN_PAPERS_WORDS,
+                C=768,
+                importance=Vector(d_gate=64),
+                init="kaiming",
+                optimizer=Optimizer(lr=1e-3, kind="adamw", weight_decay=0.05),
+                schedule=Schedule("constant", warmup=0.01),
+            ),
+        }
+        if name not in presets:
+            raise ValueError(f"No preset {name!r}; there are {sorted(presets)}.")
+        return replace(presets[name], seed=seed)
+
+
+def _layers(pattern: str) -> tuple[str, ...]:
+    return tuple(f"blocks.{pattern}.{matrices}" for matrices in MATRICES)
+
+
+@dataclass(frozen=True)
+class FactsResult:
+    """A finished facts run.
+
+    Attributes:
+        run: the decomposition.
+        known: every fact: ``part`` (pair, reversed or facts), ``relation, prompt, answer, one_token, p, rank, known``.
+        active: ``site, threshold, min_fraction, unique, C``; ``unique`` counts subcomponents active anywhere on the pair.
+        unique: ``prompt, position, token, site, subcomponent, value``: what is active on one prompt only, and where.
+        selections: ``target, choice`` (importance or effect), ``round, site, index, position, token`` (where it is most
+            important), ``importance`` (before the cut at 1), and for the choice by effect ``p, ratio, tried``.
+        effects: ``target, choice, group`` and the columns of :func:`~tl_spd.analysis.suppression.control_table`.
+        summary: see :func:`~tl_spd.experiments.facts_steps.summarize`.
+        trace: ``prompt`` and the columns of :func:`~tl_spd.analysis.tracing.causal_trace`.
+        zero_out: see :func:`~tl_spd.analysis.zero_out.zero_out`; of the pair and the reversed questions.
+        metrics: see :func:`~tl_spd.analysis.evaluation.evaluate`; on the pair.
+        seconds: wall time of each part.
+    """
+
+    run: Run
+    known: pd.DataFrame
+    active: pd.DataFrame
+    unique: pd.DataFrame
+    selections: pd.DataFrame
+    effects: pd.DataFrame
+    summary: pd.DataFrame
+    trace: pd.DataFrame
+    zero_out: pd.DataFrame
+    metrics: pd.DataFrame
+    seconds: dict[str, float]
+
+    def counts(self) -> dict[str, Any]:
+        """How many facts are known and dropped, and how many subcomponents there are, active, and unique to each prompt."""
+        facts = self.known[self.known.part == "facts"]
+        one = self.unique.drop_duplicates(["prompt", "site", "subcomponent"])
+        pair = self.known[self.known.part == "pair"].prompt
+        everywhere = self.active.groupby("threshold")[["unique", "C"]].sum()
+        return {
+            "facts": len(facts),
+            "known": int(facts.known.sum()),
+            "dropped": int((~facts.known).sum()),
+            "dropped_as_several_tokens": int((~facts.one_token).sum()),
+            "subcomponents": int(everywhere.C.iloc[0]),
+            "active": {f"{threshold:g}": int(n) for threshold, n in everywhere.unique.items()},
+            "active_share": {f"{t:g}": n / c for t, n, c in everywhere.itertuples()},
+            "unique_to": {prompt: int((one.prompt == prompt).sum()) for prompt in pair},
+        }
+
+    def effects_table(self) -> pd.DataFrame:
+        """Mean ratios of every suppression (rows) by group of prompts (columns), with more on the fact set."""
+        keys = ["target", "choice", "control"]
+        ratios = self.summary.pivot(index=keys, columns="group", values="ratio")
+        facts = self.summary[self.summary.group == "facts"].set_index(keys)
+        more = facts[["ci_low", "ci_high", "worst", "change", "first"]].rename(columns=lambda name: f"facts {name}")
+        order = [group for group in self.summary.group.unique() if group in ratios]
+        table = pd.concat([facts[["directions", "draws"]], ratios[order], more], axis=1)
+        return table.reindex(pd.MultiIndex.from_frame(self.summary[keys].drop_duplicates()))
+
+    def numbers(self) -> dict[str, Any]:
+        """The counts, the short tables and the seconds as plain values, for JSON (NaN as null)."""
+        short = {name: json.loads(getattr(self, name).to_json(orient="records")) for name in SHORT}
+        return {**self.counts(), "seconds": self.seconds, **short}
+
+    def save(self, out: Path) -> None:
+        """Write the Run, every table as CSV, ``summary.json`` and ``tables.md`` to the folder ``out``."""
+        out.mkdir(parents=True, exist_ok=True)
+        self.run.history.to_csv(out / "history.csv", index=False)
+        self.run.save(out / "run")
+        for name in TABLES:
+            getattr(self, name).to_csv(out / f"{name}.csv", index=False)
+        (out / "summary.json").write_text(json.dumps(self.numbers(), indent=1))
+        (out / "tables.md").write_text(self.tables())
+
+    def tables(self) -> str:
+        """The tables as text."""
+        one = self.unique.drop_duplicates(["prompt", "site", "subcomponent"])
+        by_token = self.unique.groupby(["prompt", "position", "token", "site"], sort=False).size().unstack(fill_value=0)
+        joint = self.metrics[self.metrics.site == "all"].set_index("metric").value
+        best = self.trace.sort_values("effect", ascending=False).groupby(["prompt", "kind"], sort=False).head(3)
+        swept = self.zero_out.pivot_table(index=["kind", "layer"], columns="prompt", values="p_after", sort=False)
+        parts = [
+            "Counts: " + ", ".join(f"{name} {value}" for name, value in self.counts().items()),
+            f"Subcomponents unique to one prompt, {len(one)} in all, by the tokens where they are active",
+            by_token.T.to_string(),
+            "Suppressed directions",
+            _shown(self.selections.set_index(["target", "choice", "round"])),
+            "Probability of the answer, after to before suppression: mean over prompts, the facts' 95% interval and worst",
+            _shown(self.effects_table()),
+            "Causal trace: the three largest effects of each kind",
+            _shown(best.sort_values(["prompt", "kind"], kind="stable").set_index(["prompt", "kind", "layer"])),
+            "Probability of the answer with one layer's output at zero",
+            _shown(swept),
+            "Metrics on the pair (KL in nats, mean over positions)",
+            joint.to_string(float_format=_form),
+            "Seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in self.seconds.items()),
+        ]
+        return "\n\n".join(parts) + "\n"
+
+
+def _form(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _shown(table: pd.DataFrame) -> str:
+    return table.to_string(float_format=_form, na_rep="")
+
+
+# --- the experiment --------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Seconds of one part after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def __call__(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self.last = now - self.last, now
+
+
+def run_facts(
+    settings: FactsSettings,
+    out: str | Path | None = None,
+    progress: bool = True,
+    model: HookedTransformer | None = None,
+) -> FactsResult:
+    """Check the facts, decompose on the pair, suppress, trace, zero out, evaluate; write everything to ``out`` if given.
+
+    ``model``: a host that is loaded already, in the place of ``settings.host``.
+
+    Raises:
+        ValueError: as :func:`~tl_spd.experiments.facts_steps.check_facts`, before the decomposition.
+    """
+    clock = _Clock()
+    model = _host(settings) if model is None else model
+    clock("host")
+    known = check_facts(model, settings.facts)
+    clock("facts")
+    tokens, mask = tokenize(model, [fact.prompt for fact in settings.facts.pair])
+    run = _decompose(model, settings, tokens, mask, progress)
+    clock("decomposition")
+    importances = run.importances(model, tokens, mask)
+    unique = _named(model, settings, unique_to_prompts(importances, tokens, importances.real, settings.threshold))
+    choices = []
+    for row, fact in enumerate(settings.facts.pair):
+        own = {name: pre[row : row + 1, : int(mask[row].sum())] for name, pre in importances.pre.items()}
+        mine = unique[unique.prompt == fact.prompt]
+        choices.append(choose(model, run, fact, own, mine, settings.k, settings.candidates))
+    clock("selection")
+    effects = measure_suppression(model, run, choices, known, settings.control_draws, settings.seed)
+    clock("effects")
+    trace, swept = _trace(model, settings), _zero_out(model, settings)
+    clock("tracing")
+    active = unique_subcomponents(importances, importances.real, min_fraction=0.0)
+    metrics = evaluate(model, run, tokens, mask)
+    clock("evaluation")
+    selections = pd.concat([choice.table for choice in choices], ignore_index=True)
+    summary = summarize(effects)
+    result = FactsResult(run, known, active, unique, selections, effects, summary, trace, swept, metrics, clock.seconds)
+    if out is not None:
+        result.save(Path(out))
+        (Path(out) / "settings.json").write_text(json.dumps(asdict(settings), indent=1, default=str))
+    return result
+
+
+def _host(settings: FactsSettings) -> HookedTransformer:
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load_host(settings.host, device=device)
+
+
+def _decompose(model: HookedTransformer, settings: FactsSettings, tokens: Tensor, mask: Tensor, progress: bool) -> Run:
+    return decompose(
+        model,
+        (tokens, mask),
+        sites=settings.sites,
+        C=settings.C,
+        steps=settings.steps,
+        importance=settings.importance,
+        init=settings.init,
+        losses=settings.losses,
+        optimizer=settings.optimizer,
+        schedule=settings.schedule,
+        warmup=settings.warmup,
+        seed=settings.seed,
+        progress=progress,
+    )
+
+
+def _named(model: HookedTransformer, settings: FactsSettings, unique: pd.DataFrame) -> pd.DataFrame:
+    """``unique`` with prompts and tokens as texts in the place of numbers."""
+    unique = unique.astype(
+        dict.fromkeys(("prompt", "position", "token", "subcomponent"), int)
+    )  # sites without any: floats
+    prompts = {row: fact.prompt for row, fact in enumerate(settings.facts.pair)}
+    texts = token_texts(model, torch.tensor(unique.token.tolist(), dtype=torch.long))
+    return unique.assign(prompt=unique.prompt.map(prompts), token=texts)
+
+
+def _trace(model: HookedTransformer, settings: FactsSettings) -> pd.DataFrame:
+    tables = []
+    for fact in settings.facts.pair:
+        found = causal_trace(
+            model, fact.prompt, fact.subject, fact.answer, draws=settings.trace_draws, seed=settings.seed
+        )
+        found.insert(0, "prompt", fact.prompt)
+        tables.append(found)
+    return pd.concat(tables, ignore_index=True)
+
+
+def _zero_out(model: HookedTransformer, settings: FactsSettings) -> pd.DataFrame:
+    asked = (*settings.facts.pair, *settings.facts.reversed)
+    return zero_out(model, [fact.prompt for fact in asked], [fact.answer for fact in asked])

@@ -1,0 +1,193 @@
+"""The steps of the facts experiment: which facts a host knows, what to suppress for each, and what that does, beside controls.
+
+1. A fact is known where its answer is one token and no token is more probable behind the prompt.
+2. For each fact of the pair, subcomponents unique to its prompt are ordered by importance before its cut at 1. The largest are
+   the candidates; at most k of them are suppressed, chosen by importance alone and greedily by effect on the fact.
+3. Effects and controls come from :mod:`tl_spd.analysis.suppression`; groups of prompts are summarised by mean ratios.
+
+Source: the paper's experiment on facts; controls and equal effort are this library's. Approximations: none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_spd.analysis.prompts import as_prompts, mean_interval, standings
+from tl_spd.analysis.suppression import Effort, chosen, control_table, select_by_effect, select_by_importance
+from tl_spd.experiments.facts_data import Fact, FactSet
+from tl_spd.run import Run
+from tl_spd.sites import HookedTransformer, one_token
+from tl_spd.suppress import subcomponent_directions
+
+SELECTIONS = ["target", "choice", "round", "site", "index", "position", "token", "importance", "p", "ratio", "tried"]
+EFFECTS = ["target", "choice", "group", "control", "draw", "directions", "prompt", "answer", "rank_after", "ratio"]
+SUMMARY = ["directions", "draws", "prompts", "ratio", "ci_low", "ci_high", "worst", "change", "first"]
+_KEYS = ["target", "choice", "control", "group"]
+_OTHER, _POOL = "other prompt", "other prompt's candidates"
+
+
+def check_facts(model: HookedTransformer, facts: FactSet, max_rows: int = 64) -> pd.DataFrame:
+    """Which facts the host knows: the answer is one token, and no token is more probable behind the prompt.
+
+    Returns:
+        One row per fact: ``part`` (pair, reversed or facts), ``relation, prompt, answer, one_token, p`` and ``rank`` (missing
+        where the answer is no single token), ``known``.
+
+    Raises:
+        ValueError: a fact of the pair is not known, a reversed question's answer is not one token, or no other is known.
+    """
+    parts = {"pair": facts.pair, "reversed": facts.reversed, "facts": facts.facts}
+    rows = [
+        (part, f.relation, f.prompt, f.answer, _is_one_token(model, f.answer)) for part in parts for f in parts[part]
+    ]
+    table = pd.DataFrame(rows, columns=["part", "relation", "prompt", "answer", "one_token"])
+    if bad := table[(table.part != "facts") & ~table.one_token].answer.tolist():
+        raise ValueError(f"{bad[0]!r} is not one token for this host; take another answer.")
+    single = table[table.one_token]
+    found = standings(model, as_prompts(model, single.prompt.tolist(), single.answer.tolist()), max_rows)
+    table["p"] = pd.Series([math.exp(log_p) for log_p, _ in found], single.index)
+    table["rank"] = pd.Series([rank for _, rank in found], single.index)
+    table["known"] = table["rank"] == 1
+    if len(unknown := table[(table.part == "pair") & ~table.known]):
+        fact = unknown.iloc[0]
+        raise ValueError(
+            f"The host does not know {fact.prompt!r} -> {fact.answer!r}: its probability is {fact.p:.3g}, its rank "
+            f"{fact['rank']:.0f}. Take a pair that the host knows, or other wordings."
+        )
+    if not table.known[table.part == "facts"].any():
+        raise ValueError(f"The host knows none of the {len(facts.facts)} other facts; give some that it knows.")
+    return table
+
+
+def _is_one_token(model: HookedTransformer, answer: str) -> bool:
+    try:
+        one_token(model, answer)
+    except ValueError:
+        return False
+    return True
+
+
+def tokenize(model: HookedTransformer, prompts: Sequence[str]) -> tuple[Int[Tensor, "prompt pos"], Tensor]:
+    """Right-padded tokens and their attention mask."""
+    rows = [model.to_tokens(prompt)[0] for prompt in prompts]
+    longest = max(len(row) for row in rows)
+    tokens = torch.stack([torch.cat([row, row.new_full((longest - len(row),), int(row[0]))]) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    return tokens, mask.to(tokens.device)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What may be suppressed for one fact of the pair: site name -> indices, and how they were chosen.
+
+    Attributes:
+        candidates: the subcomponents unique to its prompt that were tried.
+        by: "importance" and "effect" -> the chosen ones; a choice that found nothing is left out.
+        table: the rows of ``FactsResult.selections``.
+    """
+
+    candidates: dict[str, list[int]]
+    by: dict[str, dict[str, list[int]]]
+    table: pd.DataFrame
+
+
+def choose(
+    model: HookedTransformer,
+    run: Run,
+    fact: Fact,
+    importances: Mapping[str, Float[Tensor, "batch pos C"]],
+    unique: pd.DataFrame,
+    k: int,
+    candidates: int,
+) -> Choices:
+    """At most ``k`` subcomponents unique to the prompt of ``fact``, by importance alone and greedily by effect.
+
+    Args:
+        importances: ``[batch, pos, C]`` per site before the cut at 1.
+        unique: the rows of ``FactsResult.unique`` that are this prompt's.
+        candidates: how many are tried by effect: those of largest importance.
+    """
+    unique_indices = {site: sorted(set(rows.subcomponent)) for site, rows in unique.groupby("site", sort=False)}
+    order = select_by_importance(importances, candidates, unique_indices)
+    pool = chosen(order)
+    best = order.head(k)
+    found = {"importance": best}
+    if pool:
+        greedy = select_by_effect(model, subcomponent_directions(run, pool), fact.prompt, fact.answer, k)
+        greedy["index"] = [pool[row.site][row["index"]] for _, row in greedy.iterrows()]
+        found["effect"] = greedy.merge(order[["site", "index", "importance"]], on=["site", "index"])
+    strongest = unique.sort_values("value", ascending=False, kind="stable").drop_duplicates(["site", "subcomponent"])
+    places = strongest.rename(columns={"subcomponent": "index"})[["site", "index", "position", "token"]]
+    tables = [table.merge(places, on=["site", "index"]).assign(choice=choice) for choice, table in found.items()]
+    table = pd.concat(tables, ignore_index=True).assign(target=fact.prompt)
+    return Choices(pool, {c: chosen(t) for c, t in found.items() if len(t)}, table.reindex(columns=SELECTIONS))
+
+
+def measure_suppression(
+    model: HookedTransformer, run: Run, choices: Sequence[Choices], known: pd.DataFrame, draws: int, seed: int
+) -> pd.DataFrame:
+    """The table ``FactsResult.effects``: each fact's choices beside controls, on the pair, the reversed questions, the facts.
+
+    ``known`` is what :func:`check_facts` returned; the controls of a choice by effect are also chosen with the same effort.
+    ``group``: fact, other fact, reversed (the fact's own), other reversed, facts.
+    """
+    asked = known[known.known | (known.part != "facts")]
+    groups = (
+        ["fact", "other fact", "reversed", "other reversed"],
+        ["other fact", "fact", "other reversed", "reversed"],
+    )
+    tables = []
+    for index, (own, other) in enumerate(zip(choices, reversed(choices), strict=True)):
+        group = dict(zip(asked.prompt, groups[index] + ["facts"] * (len(asked) - 4), strict=True))
+        for choice, indices in own.by.items():
+            effort = None
+            others = {_OTHER: other.by[choice]} if choice in other.by else {}
+            if choice == "effect":
+                effort = Effort({site: len(pool) for site, pool in own.candidates.items()}, index)
+                others |= {_POOL: other.candidates} if other.candidates else {}
+            found = control_table(
+                model,
+                run,
+                indices,
+                asked.prompt.tolist(),
+                asked.answer.tolist(),
+                others=others,
+                effort=effort,
+                draws=draws,
+                seed=seed,
+            )
+            # All candidates at once would be more than k directions, and the best of k ones no choice of equal effort.
+            found = found[~found.control.isin([_POOL, f"best {_OTHER}"])]
+            found = found.assign(control=found.control.replace(f"best {_POOL}", f"best {_OTHER}"))
+            found.insert(0, "group", found.prompt.map(group))
+            found.insert(0, "choice", choice)
+            found.insert(0, "target", asked.prompt.iloc[index])
+            tables.append(found)
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=EFFECTS)
+
+
+def summarize(effects: pd.DataFrame) -> pd.DataFrame:
+    """``effects`` in short: how much of the answers' probability is left.
+
+    Returns:
+        One row per target, choice, control and group: ``directions, draws, prompts`` (how many), ``ratio`` (probability after
+        to before: mean over draws, then over prompts), ``ci_low, ci_high`` (95% interval over prompts, Student's t; NaN for one
+        prompt), ``worst`` (the least ratio of any prompt and draw), ``change`` (mean of ``|ratio - 1|``), ``first`` (share
+        of answers that are still the most probable token). The group "same answer" is those of ``facts`` with the fact's answer.
+    """
+    targets = effects[effects.group == "fact"].groupby("target").answer.first()
+    same = effects[(effects.group == "facts") & (effects.answer == effects.target.map(targets))]
+    rows = []
+    both = pd.concat([effects, same.assign(group="same answer")], ignore_index=True)
+    for key, found in both.groupby(_KEYS, sort=False):
+        ratios = torch.tensor(found.groupby("prompt", sort=False).ratio.mean().tolist(), dtype=torch.float64)
+        numbers = found.directions.max(), found.draw.nunique(), len(ratios), *(x.item() for x in mean_interval(ratios))
+        rows.append((*key, *numbers, found.ratio.min(), (found.ratio - 1).abs().mean(), (found.rank_after == 1).mean()))
+    return pd.DataFrame(rows, columns=[*_KEYS, *SUMMARY])
