@@ -570,8 +570,8 @@ def test_where_looking_waits_no_bad_step_is_taken_and_the_first_is_named(
     with pytest.raises(spd.NonFiniteLossError, match="Step 5"):
         tiny_decompose(model, losses=terms, steps=9, log_every=8)
     assert runs[0].history.empty  # it stopped when the row of step 8 was due
+    good = [spd.StochasticRecon(1.0), Breaks(1.0, 9, what, 9)]
     with pytest.raises(KeyboardInterrupt):
-        good = [spd.StochasticRecon(1.0), Breaks(1.0, 9, what, 9)]
         tiny_decompose(model, stopping(5, draw=False), losses=good, steps=9, log_every=8)
     assert all(torch.equal(a, b) for a, b in zip(runs[0].parameters(), runs[1].parameters(), strict=True))
 
