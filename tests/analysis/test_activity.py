@@ -116,3 +116,12 @@ def test_unique_to_prompts_needs_activity_on_one_prompt_alone() -> None:
     table = unique_to_prompts(G, TOKENS, without_first)
     assert list(zip(table.position, table.subcomponent, strict=True)) == [(0, 0), (0, 2), (1, 2)]
     assert unique_to_prompts(G, TOKENS, threshold=2.0).empty
+
+
+def test_places_are_whole_numbers_also_where_a_site_is_never_active() -> None:
+    g = {"a": torch.zeros(1, 2, 3), "b": torch.tensor([[[0.5], [0.0]]])}
+    table = unique_to_prompts(g, torch.tensor([[7, 8]]))
+    assert table.to_dict("records") == [
+        {"prompt": 0, "position": 0, "token": 7, "site": "b", "subcomponent": 0, "value": 0.5}
+    ]
+    assert {str(table[name].dtype) for name in ("prompt", "position", "token", "subcomponent")} == {"int64"}

@@ -186,4 +186,5 @@ def _active(
         places = {"prompt": at[0], "position": at[1], "token": tokens[at[:2]], "subcomponent": at[2]}
         columns = {name: value.tolist() for name, value in (places | {"value": g.detach()[at]}).items()}
         parts.append(pd.DataFrame({"order": order, "site": site, **columns}))
-    return pd.concat(parts, ignore_index=True)
+    whole = dict.fromkeys(["order", "prompt", "position", "token", "subcomponent"], int)
+    return pd.concat(parts, ignore_index=True).astype(whole)  # columns without rows have no type of their own
