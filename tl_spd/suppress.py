@@ -80,7 +80,7 @@ def suppressed_weight(
             W = W - (r * strength) @ w
         return W.to(host_weight.dtype)
     r, w, strength = removed_terms(W, read, write)
-    return (W - (r * strength) @ w).to(host_weight.dtype)
+    return torch.addmm(W, r * strength, w, alpha=-1).to(host_weight.dtype)
 
 
 def removed_terms(
