@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_lens import HookedTransformer
 
 import tl_spd as spd
+import tl_spd.engine
 from benchmarks import plain
 from tests.tiny import MORE_STYLES, STYLES, tiny_host, tiny_padding, tiny_run, tiny_tokens
 from tl_spd import engine as engine_module
@@ -484,9 +485,22 @@ def test_passes_join_the_stack_where_they_begin() -> None:
     assert rows == {0: [], 1: [], 2: [3], 3: [3]}
 
 
-@pytest.mark.parametrize(("max_rows", "sizes"), [(None, [15]), (7, [6, 6, 3]), (3, [3] * 5), (1, [3] * 5)])
-def test_max_rows_bounds_the_stack(max_rows: int | None, sizes: list[int]) -> None:
-    """Three sequences and five passes; a single pass is never cut."""
+@pytest.mark.parametrize(
+    ("max_rows", "tokens", "sizes"),
+    [
+        (None, 1 << 13, [15]),
+        (None, 30, [6, 6, 3]),
+        (None, 1, [3] * 5),
+        (7, 1, [6, 6, 3]),
+        (3, 1, [3] * 5),
+        (1, 1, [3] * 5),
+    ],
+)
+def test_max_rows_or_else_tokens_bound_the_stack(
+    monkeypatch: pytest.MonkeyPatch, max_rows: int | None, tokens: int, sizes: list[int]
+) -> None:
+    """Three sequences of five tokens and five passes; a single pass is never cut."""
+    monkeypatch.setattr(tl_spd.engine, "STACK_TOKENS", tokens)
     model = tiny_host("gpt2")
     run = tiny_run(model, "blocks.0.*.W_O")
     engine = Engine(model, run, max_rows=max_rows)
@@ -516,6 +530,12 @@ def test_passes_come_back_in_the_order_given() -> None:
     for order in (torch.randperm(len(passes), generator=generator(seed)).tolist() for seed in range(3)):
         together = engine.kl(batch, [passes[index] for index in order]).tolist()
         assert together == pytest.approx([alone[index] for index in order], rel=1e-10)
+
+
+def test_no_passes_have_no_divergences() -> None:
+    model = tiny_host("gpt2")
+    engine = Engine(model, tiny_run(model, "embed.W_E"))
+    assert engine.kl(engine.observe(tiny_tokens()), []).shape == (0,)
 
 
 def test_a_pass_that_masks_nothing_has_no_divergence() -> None:

@@ -135,7 +135,7 @@ class Engine:
         for index, entry in enumerate(passes):
             if entry.hooks:
                 values[index] = self._alone(batch, entry)
-        return torch.stack([values[index] for index in range(len(passes))])
+        return torch.stack([values[index] for index in range(len(passes))]) if passes else batch.final.new_zeros(0)
 
     def _passes_per_stack(self, tokens: Tensor) -> int:
         if self.max_rows is not None:
