@@ -13,7 +13,6 @@ from torch import Tensor
 from transformer_lens import HookedTransformer
 
 import tl_spd as spd
-import tl_spd.engine
 from benchmarks import plain
 from tests.tiny import MORE_STYLES, STYLES, tiny_host, tiny_padding, tiny_run, tiny_tokens
 from tl_spd import engine as engine_module
@@ -500,7 +499,7 @@ def test_max_rows_or_else_tokens_bound_the_stack(
     monkeypatch: pytest.MonkeyPatch, max_rows: int | None, tokens: int, sizes: list[int]
 ) -> None:
     """Three sequences of five tokens and five passes; a single pass is never cut."""
-    monkeypatch.setattr(tl_spd.engine, "STACK_TOKENS", tokens)
+    monkeypatch.setattr(engine_module, "STACK_TOKENS", tokens)
     model = tiny_host("gpt2")
     run = tiny_run(model, "blocks.0.*.W_O")
     engine = Engine(model, run, max_rows=max_rows)
