@@ -77,9 +77,9 @@ def main(arguments: Arguments) -> None:
         for version in case.get("versions", ["ours", "plain"]):
             given = json.dumps({"version": version} | {k: v for k, v in case.items() if k != "versions"})
             command = [sys.executable, "-m", "benchmarks.memory", "--case", given, "--steps", str(arguments.steps)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"MB": None, "seconds": None}
-            row |= {"sites": found.get("sites")} | {f"{version} {key}": found[key] for key in ("MB", "seconds")}
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            row |= {"sites": found["sites"]} | {f"{version} {key}": found[key] for key in ("MB", "seconds")}
         rows.append(row)
         print(row, flush=True)
     table = pd.DataFrame(rows).set_index(["layers", "sites", "length", "samples"])

@@ -103,7 +103,7 @@ def induction_case(importance: spd.ImportanceSpec, batch: int, rounds: int) -> d
 def gpt2_host(layers: int = 12) -> HookedTransformer:
     """A host of GPT-2 small's shapes with random weights and ``layers`` blocks."""
     config = HookedTransformerConfig(
-        n_layers=layers, n_heads=12, d_model=768, d_head=64, d_mlp=3072, n_ctx=64, d_vocab=50257, act_fn="gelu_new",
+        n_layers=layers, n_heads=12, d_model=768, d_head=64, d_mlp=3072, n_ctx=256, d_vocab=50257, act_fn="gelu_new",
         normalization_type="LN", device=DEVICE, seed=None,
     )  # fmt: skip
     with torch.random.fork_rng():
