@@ -1,11 +1,13 @@
 """``tl-spd facts`` on several seeds: what suppression takes from a fact, beside what it takes elsewhere and what controls take.
 
-``python -m benchmarks.facts --seeds 0 1 2``
+``python -m benchmarks.facts --seeds 0 1 2``. A seed whose folder holds a finished run of the same settings is not run again: its
+tables are read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pandas as pd
 import tyro
 
 from benchmarks.common import markdown, publish
-from tl_spd.experiments.facts import FactsResult, FactsSettings, run_facts
+from tl_spd.experiments.facts import TABLES, FactsResult, FactsSettings, run_facts
 
 SPARED = 0.1
 """Mean change of the fact set's probabilities below which a control counts as sparing it."""
@@ -89,13 +91,22 @@ def unique_table(results: dict[int, FactsResult]) -> str:
     return markdown(pd.DataFrame(columns).fillna(0).astype(int).sort_index())
 
 
+def result_of(settings: FactsSettings, folder: Path) -> FactsResult:
+    """The finished run of ``settings`` in ``folder``, without its Run; a new one if there is none."""
+    done, wanted = folder / "settings.json", json.loads(json.dumps(asdict(settings), default=str))  # written last
+    if not done.exists() or json.loads(done.read_text()) != wanted:
+        print(run_facts(settings, folder).tables(), flush=True)
+    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in TABLES}
+    seconds = json.loads((folder / "summary.json").read_text())["seconds"]
+    return FactsResult(run=None, seconds=seconds, **tables)  # type: ignore[arg-type]
+
+
 def main(arguments: Arguments) -> None:
     """Run every seed and publish the tables."""
     results = {}
     for seed in arguments.seeds:
         settings = FactsSettings.preset(arguments.preset, seed)
-        results[seed] = run_facts(settings, arguments.out / f"facts-{arguments.preset}-{seed}")
-        print(results[seed].tables(), flush=True)
+        results[seed] = result_of(settings, arguments.out / f"facts-{arguments.preset}-{seed}")
     settings = FactsSettings.preset(arguments.preset)
     text = [
         f"Host {settings.host}, sites {settings.sites}, C {settings.C}, {settings.importance}, {settings.steps} steps on "

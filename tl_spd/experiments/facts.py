@@ -100,7 +100,7 @@ class FactsSettings:
         """
         small = {"*": 600, "*.W_[KV]": 200}  # a little above SmolLM2's ranks of 576 and 192
         presets = {
-            "quick": cls(_layers("[0-2]"), steps=200, C=small, control_draws=2, trace_draws=4),
+            "quick": cls(("blocks.[0-2].mlp.W_*",), steps=500, control_draws=2, trace_draws=4),
             "cpu": cls(_layers("[0-5]"), steps=500, C=small),
             "gpt2": cls(
                 _layers("*"),
@@ -315,9 +315,6 @@ def _decompose(model: HookedTransformer, settings: FactsSettings, tokens: Tensor
 
 def _named(model: HookedTransformer, settings: FactsSettings, unique: pd.DataFrame) -> pd.DataFrame:
     """``unique`` with prompts and tokens as texts in the place of numbers."""
-    unique = unique.astype(
-        dict.fromkeys(("prompt", "position", "token", "subcomponent"), int)
-    )  # sites without any: floats
     prompts = {row: fact.prompt for row, fact in enumerate(settings.facts.pair)}
     texts = token_texts(model, torch.tensor(unique.token.tolist(), dtype=torch.long))
     return unique.assign(prompt=unique.prompt.map(prompts), token=texts)
