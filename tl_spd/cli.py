@@ -1,13 +1,16 @@
-"""The command line: ``tl-spd induction | facts | decompose | evaluate``. Each command is a short program over the public API."""
+"""The command line: ``tl-spd induction | facts | decompose | evaluate | report``, short programs over the public API."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pandas as pd
+import torch
 import tyro
 
 import tl_spd as spd
@@ -15,10 +18,14 @@ from tl_spd.analysis.evaluation import evaluate
 from tl_spd.experiments.facts import FactsSettings, run_facts
 from tl_spd.experiments.facts_data import FactSet
 from tl_spd.experiments.facts_steps import tokenize
-from tl_spd.experiments.induction import InductionSettings, run_induction
+from tl_spd.experiments.induction import EVALUATION_SEED, InductionSettings, run_induction
+from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.hosts import load_host, processing_of
 from tl_spd.run import new_run
 from tl_spd.sites import find_sites
+from tl_spd.suppress import load_weights
+from tl_spd.views.pieces import read_json
+from tl_spd.views.report import locate, report
 
 PROMPTS = (
     "Tiger Woods plays professional golf",
@@ -26,6 +33,9 @@ PROMPTS = (
     "The capital of France is Paris",
     "The opposite of hot is cold",
 )
+PRESETS = {"induction": ("quick", "cpu", "cpu-paper-losses", "paper"), "facts": ("quick", "cpu", "gpt2")}
+SAMPLED_PROMPTS = 3
+"""Sequences of the induction task that a report shows."""
 
 
 @dataclass
@@ -151,6 +161,54 @@ class Evaluate:
         print(rows.to_string(index=False))
 
 
+@dataclass
+class Report:
+    """Write one HTML file about a saved Run: settings, curves, tables, and with a host views of prompts."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """What --out named when the Run was made."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
+    """The file to write."""
+    host: str | None = None
+    """The Run's host, for views: whatever decompose --host takes. An induction folder holds its own."""
+    prompts: tuple[str, ...] = ()
+    """Texts for the views; default the facts of a facts folder, else a few sentences."""
+
+    def run(self) -> None:
+        """Write the report and say where it is."""
+        beside = locate(self.run_dir)[1]
+        settings = read_json(beside / "settings.json")
+        model: Any = None
+        prompts: Any = None
+        if self.host is not None:
+            pair = [fact["prompt"] for fact in settings.get("facts", {}).get("pair", ())]
+            model, prompts = load_host(self.host), self.prompts or pair or PROMPTS
+        elif (beside / "target.safetensors").is_file() and "task" in settings:
+            task = InductionTask(**settings["task"])
+            model = build_target(task, seed=0)
+            load_weights(model, beside / "target.safetensors")
+            sampled = task.sample(SAMPLED_PROMPTS, torch.Generator().manual_seed(EVALUATION_SEED))[0]
+            prompts = self.prompts or sampled
+        elif self.prompts:
+            raise ValueError("Views of prompts need the Run's host: give --host too.")
+        out = report(self.run_dir, self.out, model, prompts, _command(settings, beside))
+        print(f"The report is in {out} ({out.stat().st_size / 1e6:.1f} MB); it needs no network.")
+
+
+def _command(settings: dict[str, Any], out: Path) -> str:
+    """The command with exactly these settings; empty if no preset has them."""
+    seed = settings.get("seed", 0)
+    plain: dict[str, Callable[[str], Any]] = {
+        "induction": lambda preset: InductionSettings.preset(preset, seed).plain(),
+        "facts": lambda preset: json.loads(json.dumps(asdict(FactsSettings.preset(preset, seed)), default=str)),
+    }
+    for command, presets in PRESETS.items():
+        for preset in presets:
+            if plain[command](preset) == settings:
+                return f"tl-spd {command} --preset {preset} --seed {seed} --out {shlex.quote(str(out))}"
+    return ""
+
+
 def main() -> None:
     """Entry point of ``tl-spd``."""
     commands: dict[str, Callable[..., Any]] = {
@@ -158,6 +216,7 @@ def main() -> None:
         "facts": Facts,
         "decompose": Decompose,
         "evaluate": Evaluate,
+        "report": Report,
     }
     chosen = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
     chosen.run()
