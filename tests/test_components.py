@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import tiny_host
-from tl_spd.components import Components, init_components
+from tl_spd.components import Components, init_components, input_terms
 from tl_spd.sites import Site, bias, find_sites, weight
 
 SITE = Site("blocks.0.mlp.W_in", "W_in", 0, 5, 7, 1)
@@ -148,6 +148,46 @@ def test_only_the_generator_decides(init: Any) -> None:
     assert not torch.equal(one.read, other.read)
 
 
+@pytest.mark.parametrize("C", [4, 8, 11])
+def test_inputs_get_a_subcomponent_each_and_the_rest_is_zero_on_them(C: int) -> None:
+    host, x = matrix(), matrix(3, 5, seed=8)
+    parts = init_components(SITE, host, C, "inputs", generator(), x)
+    read, write = parts.read.detach(), parts.write.detach()
+    inner = x @ read[:, :3]
+    assert (inner.abs() > 1e-6).sum(0).tolist() == [1, 1, 1]  # every one reads one input alone
+    owner = inner.abs().argmax(0)
+    torch.testing.assert_close(inner[owner, range(3)][:, None] * write[:3], (x @ host)[owner])  # and writes its output
+    torch.testing.assert_close(x @ read[:, 3:] @ write[3:], torch.zeros(3, 7, dtype=host.dtype), rtol=0, atol=1e-12)
+    torch.testing.assert_close(read[:, :3].norm(dim=0), write[:3].norm(dim=1))
+    if C >= 8:  # three inputs, and the five that any weight of this shape can need
+        torch.testing.assert_close(parts.weight(), host, rtol=1e-12, atol=1e-12)
+
+
+def test_inputs_that_depend_on_others_and_smaller_ones_get_none() -> None:
+    """(3, 0) comes first, then what is longest beside it: (0, 2) before (2, 1); multiples and zeros bring nothing."""
+    x = torch.tensor([[2.0, 1.0], [0.0, 2.0], [0.0, 0.0], [3.0, 0.0], [6e-3, 0.0], [1.0, 1e-3]])
+    W = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
+    read, write = input_terms(W, x, C=6)
+    wanted = torch.stack(
+        [
+            torch.outer(torch.tensor(a), torch.tensor(b))
+            for a, b in (([1.0, 0.0], [1.0, 2.0, 0.0]), ([0.0, 1.0], [0.0, 1.0, 1.0]))
+        ]
+    )
+    torch.testing.assert_close(torch.einsum("ik,ko->kio", read, write), wanted.double())
+    first, _ = input_terms(W, x, C=1)
+    torch.testing.assert_close(first / first.norm(), torch.tensor([[1.0], [0.0]]).double())
+
+
+def test_a_zero_weight_or_only_zero_inputs_start_like_svd() -> None:
+    x = matrix(3, 5, seed=8)
+    zero = init_components(SITE, torch.zeros(5, 7), 4, "inputs", generator(), x)
+    assert not zero.weight().any()
+    assert torch.isfinite(zero.read).all()
+    none = init_components(SITE, matrix(), 4, "inputs", generator(), 0 * x)
+    assert torch.equal(none.weight(), init_components(SITE, matrix(), 4, "svd", generator()).weight())
+
+
 def test_a_starting_weight_shares_nothing_with_the_host() -> None:
     host = matrix(5, 5)
     before = host.clone()
@@ -186,8 +226,13 @@ def test_parts_that_do_not_fit_the_site_are_refused(read: tuple[int, int], write
         unchecked(Components.__new__(Components), SITE, torch.zeros(read), torch.zeros(write))
 
 
+def test_inputs_are_asked_for_by_name() -> None:
+    with pytest.raises(ValueError, match=r"W_in: init='inputs' needs the site's inputs"):
+        init_components(SITE, matrix(), 2, "inputs", generator())
+
+
 def test_an_unknown_initialisation_is_refused() -> None:
-    with pytest.raises(ValueError, match="'kaiming' or 'svd', found 'xavier'"):
+    with pytest.raises(ValueError, match=r"one of \('kaiming', 'svd', 'inputs'\), found 'xavier'"):
         inspect.unwrap(init_components)(SITE, matrix(), 2, "xavier", generator())
 
 

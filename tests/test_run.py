@@ -19,8 +19,8 @@ import tl_spd as spd
 from tests.tiny import same_runs, tiny_host, tiny_padding, tiny_run, tiny_tokens
 from tl_spd import storage
 from tl_spd.importance import ImportanceSpec
-from tl_spd.run import Run, new_run
-from tl_spd.sites import Site, find_sites
+from tl_spd.run import Run, new_run, site_inputs
+from tl_spd.sites import Site, bias, find_sites, weight
 
 SPECS = [
     spd.Scalar(d_gate=2),
@@ -295,6 +295,34 @@ def test_initial_values_depend_on_the_seed_alone(init: Any) -> None:
     assert same_runs(first, second)
     assert not same_runs(first, other)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama", "shortformer"])
+def test_the_inputs_of_sites_are_what_makes_their_outputs(style: str) -> None:
+    """Against the host's own cached activations: ``x W + b`` at the real positions of every site in front of a norm or head."""
+    model, tokens, mask = tiny_host(style), tiny_tokens(), tiny_padding("right")
+    found = find_sites(model, "blocks.*")
+    _, cache = model.run_with_cache(tokens, attention_mask=mask)
+    gated = model.cfg.gated_mlp
+    hooks = {"W_Q": "attn.hook_q", "W_K": "attn.hook_k", "W_V": "attn.hook_v", "W_O": "hook_attn_out"}
+    hooks |= {
+        "W_in": "mlp.hook_pre_linear" if gated else "mlp.hook_pre",
+        "W_gate": "mlp.hook_pre",
+        "W_out": "hook_mlp_out",
+    }
+    for name, x in site_inputs(model, found, tokens, mask).items():
+        site = next(site for site in found if site.name == name)
+        wanted = cache[f"blocks.{site.layer}.{hooks[site.kind]}"][mask.bool()].reshape(-1, site.d_out)
+        b = bias(model, site)
+        torch.testing.assert_close(x @ weight(model, site) + (0 if b is None else b), wanted)
+
+
+def test_a_lookup_reads_every_token_once() -> None:
+    model, tokens = tiny_host(), torch.tensor([[3, 1, 3], [1, 0, 2]])
+    (found,) = site_inputs(model, find_sites(model, "embed.W_E"), tokens, torch.tensor([[1, 1, 1], [1, 1, 0]])).values()
+    wanted = torch.zeros(3, model.cfg.d_vocab)
+    wanted[0, 0] = wanted[1, 1] = wanted[2, 3] = 1
+    assert torch.equal(found, wanted.to(found))
 
 
 def test_loading_touches_neither_the_host_nor_the_global_random_state(saved: Any) -> None:

@@ -284,6 +284,39 @@ def test_every_kind_of_data_gives_the_same_batches(kind: str) -> None:
         assert mask is None or bool((mask == 1).all())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_looking_at_the_first_batch_takes_nothing_away(kind: str) -> None:
+    batches = Batches(KINDS[kind](tiny_tokens()), tiny_host())
+    assert torch.equal(batches.first(torch.Generator())[0], tiny_tokens())
+    for step in range(4):
+        assert torch.equal(batches(step, torch.Generator())[0], tiny_tokens())
+
+
+def test_the_first_of_several_batches_comes_twice_and_the_others_once() -> None:
+    batches = Batches([tiny_tokens(seed=seed) for seed in range(3)], tiny_host())
+    found = [batches.first(torch.Generator())[0], *(batches(step, torch.Generator())[0] for step in range(4))]
+    assert all(torch.equal(a, tiny_tokens(seed=seed)) for a, seed in zip(found, (0, 0, 1, 2, 0), strict=True))
+
+
+def test_a_training_from_inputs_starts_with_a_subcomponent_for_each_real_token() -> None:
+    """One step of learning rate 0: the first subcomponents read one token of the first batch each, the others none."""
+    model, mask = tiny_host("llama"), tiny_padding("left", batch=2, pos=2)
+    tokens = tiny_tokens(2, 2)
+    data, real = [(tokens, mask), (tiny_tokens(2, 2, seed=1), mask)], mask.bool()
+    still = spd.Optimizer(lr=0.0)
+    run = tiny_decompose(model, data, sites="blocks.0.mlp.W_in", C=40, steps=1, init="inputs", optimizer=still)
+    _, cache = model.run_with_cache(tokens, attention_mask=mask)
+    x = cache["blocks.0.ln2.hook_normalized"] * model.blocks[0].ln2.w  # the RMS norm's own output
+    parts = run.components["blocks.0.mlp.W_in"]
+    inner = x[real] @ parts.read
+    big = inner.abs() > 1e-8
+    count = int(real.sum())
+    assert big[:, :count].sum(0).tolist() == [1] * count
+    assert big[:, :count].sum(1).tolist() == [1] * count
+    assert (inner[:, count:] @ parts.write[count:]).abs().max() < 1e-10
+    torch.testing.assert_close(parts.weight(), model.blocks[0].mlp.W_in, rtol=1e-8, atol=1e-10)
+
+
 def test_a_mask_of_ones_is_no_mask() -> None:
     model, tokens = tiny_host(), tiny_tokens()
     assert same_runs(

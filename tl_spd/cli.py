@@ -107,7 +107,7 @@ class Decompose:
     """Learning rate of the importance functions."""
     component_lr: float = 1e-4
     """Learning rate of read and write directions; larger ones lose an exact initialisation within a few steps."""
-    init: Literal["svd", "kaiming"] = "svd"
+    init: Literal["inputs", "svd", "kaiming"] = "svd"
     checkpoint_every: int | None = None
     resume: bool = False
     seed: int = 0
@@ -119,7 +119,8 @@ class Decompose:
         tokens, mask = tokenize(model, self.prompts)
         importance = spd.Vector(d_gate=self.d_gate)
         sites = find_sites(model, self.sites)
-        before = new_run(model, sites, dict.fromkeys((s.name for s in sites), self.C), importance, self.init, self.seed)
+        counts = dict.fromkeys((site.name for site in sites), self.C)
+        before = new_run(model, sites, counts, importance, self.init, self.seed, (tokens, mask))
         table = {"before": evaluate(model, before, tokens, mask)}
         run = spd.decompose(
             model,

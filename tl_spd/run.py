@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tl_spd import storage
@@ -173,10 +173,12 @@ def new_run(
     importance: ImportanceSpec,
     init: Init = "kaiming",
     seed: int = 0,
+    batch: tuple[Tensor, Tensor | None] | None = None,
 ) -> Run:
     """A Run with freshly initialised components and importance functions, on the host's device.
 
     Parameters are float32, or float64 for a float64 host. Initial values depend on ``seed`` alone, not on the device.
+    ``batch``: tokens and attention mask, from which ``init="inputs"`` takes the sites' inputs.
     """
     generator = torch.Generator().manual_seed(seed)
     sites, longest, dtype = tuple(sites), n_ctx(model), _dtype(model)
@@ -184,12 +186,37 @@ def new_run(
     def normal(*shape: int, std: float) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype) * std
 
+    inputs = site_inputs(model, sites, *batch) if init == "inputs" and batch is not None else {}
     components, functions = {}, {}
     for site in sites:
-        components[site.name] = init_components(site, weight(model, site), C[site.name], init, generator)
+        components[site.name] = init_components(
+            site, weight(model, site), C[site.name], init, generator, inputs.get(site.name)
+        )
         functions[site.name] = importance.build(site, C[site.name], longest, normal).to(host_device(model))
     run = Run(components, functions, importance, longest, fingerprint(model, sites))
     return run.requires_grad_(False)
+
+
+def site_inputs(
+    model: HookedTransformer,
+    sites: Sequence[Site],
+    tokens: Int[Tensor, "batch pos"],
+    attention_mask: Tensor | None = None,
+) -> dict[str, Float[Tensor, "rows d_in"]]:
+    """The inputs of ``sites`` at the real positions of ``tokens``, one row each (every head's, where they differ).
+
+    What a lookup site looks up is a one-hot row, each index once.
+    """
+    kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
+    seen, real = observe(make_twin(model), sites, tokens, **kwargs), padding_mask(model, tokens, attention_mask)
+    found = {}
+    for site in sites:
+        rows = seen.inputs[site.name] if real is None else seen.inputs[site.name][real]
+        if site.lookup:
+            found[site.name] = nn.functional.one_hot(rows.unique(), site.d_in).to(_dtype(model))
+        else:
+            found[site.name] = rows.reshape(-1, site.d_in)
+    return found
 
 
 def load(path: str | Path, model: HookedTransformer) -> Run:

@@ -12,8 +12,8 @@ Randomness comes from generators seeded by ``seed``; a checkpoint holds their st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from tl_spd.importance import Importances, ImportanceSpec, Vector
 from tl_spd.losses import Faithfulness, LossTerm, ReconTerm, Step, host_weights, paper_losses
 from tl_spd.run import Run, from_record, new_run
 from tl_spd.settings import Settings
-from tl_spd.sites import HookedTransformer, find_sites, host_device
+from tl_spd.sites import HookedTransformer, Site, find_sites, host_device
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -62,15 +62,20 @@ def decompose(
             ``(step, generator) -> batch``. A batch is either of the first two; the generator is on the CPU.
         losses: default ``paper_losses("gpt2")``.
         out: a folder for the Run, and for checkpoints every ``checkpoint_every`` steps and on KeyboardInterrupt.
+            Nobody else may write there meanwhile. A checkpoint is a Run too: ``spd.load(f"{out}/checkpoint", model)``.
         resume: continue from ``out/checkpoint`` if there is one. Settings and data must be the same.
-        settings: further fields of :class:`Settings`.
+        settings: further fields of :class:`~tl_spd.settings.Settings`.
 
     Returns:
         The Run; its history has one row per logged step (losses before coefficients, and :func:`mean_l0`).
 
     Raises:
         ValueError, TypeError: wrong settings, patterns or data, before training starts.
+        StorageError: another process or thread is writing to ``out``, or its checkpoint is damaged.
         NonFiniteLossError: a loss or gradient was not finite; the last checkpoint is kept.
+
+    Whatever ends the training early, KeyboardInterrupt too, carries the Run so far as its attribute ``run``: in a notebook,
+    ``run = sys.last_value.run`` after the cell was interrupted.
     """
     if unknown := set(settings) - {entry.name for entry in fields(Settings)}:
         raise TypeError(f"decompose has no settings {sorted(unknown)}; spd.Settings lists those there are.")
@@ -78,38 +83,47 @@ def decompose(
     chosen = Settings(sites if isinstance(sites, str) else tuple(sites), C, importance, terms, steps, **settings)
     found = find_sites(model, chosen.sites)
     batches = Batches(data, model, chosen.batch_size)
-    fresh = (found, chosen.counts([site.name for site in found]), importance, chosen.init, chosen.seed)
-    folder = _checkpoint_folder(out, checkpoint_every, resume)
-    saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
-    run = from_record(*saved, model, str(folder)) if saved else new_run(model, *fresh)
-    trainer = _Trainer(model, run, chosen)
-    with trainer.training(folder):
-        trainer.restore(*saved, str(folder)) if saved else trainer.warm_up(progress)
-        with tqdm(total=steps, initial=trainer.step, desc="decompose", disable=not progress) as bar:
-            for step in range(trainer.step, steps):
-                with trainer.autocast:
-                    batch = trainer.engine.observe(*batches(step, trainer.data_generator))
-                    importances = trainer.engine.importances(batch)
-                    losses = trainer.losses(batch, importances)
-                trainer.update(losses, importances)
-                bar.update()
-                if trainer.due(chosen.log_every):
-                    bar.set_postfix(trainer.history[-1])
-                if folder and trainer.due(checkpoint_every):
-                    trainer.save(folder)
-    if out is not None:
-        run.save(out)
+    counts = chosen.counts([site.name for site in found])
+    with _checkpoint_folder(out, checkpoint_every, resume) as folder:
+        saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
+        run = from_record(*saved, model, str(folder)) if saved else _fresh_run(model, chosen, found, counts, batches)
+        every = checkpoint_every or (steps if saved else None)  # one that was resumed must not look unfinished for ever
+        trainer = _Trainer(model, run, chosen)
+        with trainer.training(folder):
+            trainer.restore(*saved, str(folder)) if saved else trainer.warm_up(progress)
+            with tqdm(total=steps, initial=trainer.step, desc="decompose", disable=not progress) as bar:
+                for step in range(trainer.step, steps):
+                    with trainer.autocast:
+                        batch = trainer.engine.observe(*batches(step, trainer.data_generator))
+                        importances = trainer.engine.importances(batch)
+                        losses = trainer.losses(batch, importances)
+                    trainer.update(losses, importances)
+                    bar.update()
+                    if trainer.due(chosen.log_every):
+                        bar.set_postfix(trainer.history[-1])
+                    if folder and trainer.due(every):
+                        trainer.save(folder)
+            trainer.finish(out)
     return run
 
 
-def _checkpoint_folder(out: str | Path | None, checkpoint_every: int | None, resume: bool) -> Path | None:
+def _fresh_run(
+    model: HookedTransformer, settings: Settings, sites: Sequence[Site], counts: Mapping[str, int], batches: Batches
+) -> Run:
+    generator = torch.Generator().manual_seed(settings.seed + 1)
+    first = batches.first(generator) if settings.init == "inputs" else None
+    return new_run(model, sites, counts, settings.importance, settings.init, settings.seed, first)
+
+
+@contextmanager
+def _checkpoint_folder(out: str | Path | None, checkpoint_every: int | None, resume: bool) -> Iterator[Path | None]:
+    """The folder for checkpoints, or None; ``out`` is made, while nothing is lost if it cannot be, and is ours inside."""
     if checkpoint_every is not None and checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, found {checkpoint_every}.")
     if out is None and (resume or checkpoint_every):
         raise ValueError("checkpoint_every= and resume= need a folder: pass out=.")
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)  # now, while nothing is lost if it cannot be made
-    return None if out is None else Path(out) / "checkpoint"
+    with nullcontext() if out is None else storage.locked(out):
+        yield None if out is None else Path(out) / "checkpoint"
 
 
 def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -118,11 +132,12 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
         return None
     record, tensors = storage.read_folder(folder)
     now, then, step = settings.plain(), record.get("settings"), record.get("step")
-    if not isinstance(then, dict) or not isinstance(step, int):
+    steps = then.get("steps") if isinstance(then, dict) else None
+    if type(steps) is not int or type(step) is not int or not 0 <= step <= steps:
         raise storage.StorageError(f"{folder} holds no training state; it is no checkpoint of spd.decompose.")
-    if not resume and step != then.get("steps"):
+    if not resume and not (step == steps and _written(folder.parent, record)):
         raise ValueError(
-            f"{folder} holds a decomposition that stopped at step {step} of {then.get('steps')}. Pass resume=True to "
+            f"{folder} holds a decomposition that stopped at step {step} of {steps}. Pass resume=True to "
             "continue it, or another out=, or remove that folder."
         )
     if not resume:
@@ -131,6 +146,12 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
     if changed := {key: (then.get(key), now.get(key)) for key in {**now, **then} if then.get(key) != now.get(key)}:
         raise ValueError(f"The checkpoint in {folder} was made with other settings (then, now): {changed}.")
     return record, tensors
+
+
+def _written(out: Path, record: Mapping[str, Any]) -> bool:
+    """Whether ``out`` holds the Run of a finished training whose last checkpoint has this record."""
+    keys = ("fingerprint", "settings", "history")
+    return storage.holds_record(out) and all(storage.read_record(out).get(key) == record.get(key) for key in keys)
 
 
 class _Trainer:
@@ -158,15 +179,33 @@ class _Trainer:
         """Gradients on inside; an interrupt that leaves a complete step behind writes it to ``folder``."""
         self.run.requires_grad_(True)
         try:
-            yield
-        except KeyboardInterrupt:
-            if folder is not None and self.whole is not None:
-                self.save(folder)
-            raise
+            with self._carrying_the_run(), self._saving_an_interrupt(folder):
+                yield
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.run.requires_grad_(False)
             self.run.history = pd.DataFrame(self.history)
+
+    @contextmanager
+    def _carrying_the_run(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            error.run = self.run  # type: ignore[attr-defined]
+            raise
+
+    @contextmanager
+    def _saving_an_interrupt(self, folder: Path | None) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            if folder is not None and self.whole is not None:
+                self.save(folder)
+            kept = "Its Run is this exception's attribute run: in a notebook, run = sys.last_value.run."
+            if folder is not None and storage.holds_record(folder):
+                kept = f"spd.load({str(folder)!r}, model) reads what was reached; resume=True (--resume) continues."
+            stop.args = (f"The training was stopped after step {self.step} of {self.settings.steps}. {kept}",)
+            raise
 
     def warm_up(self, progress: bool) -> None:
         """Bring the components near the host's weights before anything else is asked of them."""
@@ -234,6 +273,12 @@ class _Trainer:
         self.run.history = pd.DataFrame(self.history)
         tensors = self.run.tensors() | storage.pack_training(self.optimizer, self.whole)
         storage.write_folder(folder, self.run.record() | {"step": self.step}, tensors)
+
+    def finish(self, out: str | Path | None) -> None:
+        """Write the Run to ``out``."""
+        self.run.history = pd.DataFrame(self.history)
+        if out is not None:
+            self.run.save(out)
 
     def restore(self, record: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
         """Take up the training state of the checkpoint that was read from ``where``."""
