@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 
 import tl_spd as spd
-from tests.tiny import tiny_host
+from tests.tiny import same_runs, tiny_host
 from tl_spd import cli
+from tl_spd.experiments.induction_target import InductionTask, TargetSettings
 from tl_spd.sites import HookedTransformer
+from tl_spd.storage import locked
 
 
 @pytest.fixture
@@ -53,6 +58,83 @@ def test_decompose_then_evaluate(
     again = pd.read_csv(out / "evaluation.csv").set_index(["metric", "site"]).value
     assert again["recon", "all"] == pytest.approx(table.loc[("recon", "all"), "after"], rel=1e-6)
     assert ("rounded@0.5", "all") in again.index
+
+
+def interrupt_at(call: int, patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the ``call``-th backward pass from now on."""
+    real, calls = torch.Tensor.backward, []
+
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        calls.append(self)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        real(self, *args, **kwargs)
+
+    patch.setattr(torch.Tensor, "backward", backward)
+
+
+def test_an_interrupted_decompose_says_where_it_is_kept_and_resumes_to_the_same_bits(
+    small_host: HookedTransformer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompts", "1234", "56", "--sites", "blocks.0.mlp.W_*", "--C", "4", "--steps", "5"]
+    call(monkeypatch, "decompose", "--out", str(tmp_path / "unbroken"), *options)
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
+        with pytest.raises(SystemExit) as caught:
+            call(monkeypatch, "decompose", "--out", str(tmp_path / "run"), *options)
+    assert caught.value.code == 130
+    kept = tmp_path / "run" / "checkpoint"
+    assert f"stopped after step 2 of 5. spd.load('{kept}', model)" in capsys.readouterr().err
+    spd.load(kept, small_host)
+    call(monkeypatch, "decompose", "--out", str(tmp_path / "run"), *options, "--resume")
+    assert same_runs(spd.load(tmp_path / "run", small_host), spd.load(tmp_path / "unbroken", small_host))
+
+
+def test_an_interrupted_induction_resumes_to_the_same_tables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = TargetSettings(steps=30, batch_size=8, log_every=10)
+    small = dict(task=InductionTask(vocab=6, length=8), target=target, C=5, steps=4, batch_size=4)
+    settings = replace(cli.InductionSettings.preset("quick"), **small)
+    monkeypatch.setattr(cli.InductionSettings, "preset", lambda *_: settings)
+    call(monkeypatch, "induction", "--out", str(tmp_path / "unbroken"))
+    with monkeypatch.context() as patch:
+        interrupt_at(30 + 3, patch)
+        with pytest.raises(SystemExit, match="130"):
+            call(monkeypatch, "induction", "--out", str(tmp_path / "broken"))
+    assert "stopped after step 2 of 4" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"stopped at step 2 of 4\. Pass resume=True"):
+        call(monkeypatch, "induction", "--out", str(tmp_path / "broken"))
+    call(monkeypatch, "induction", "--out", str(tmp_path / "broken"), "--resume")
+    for name in ("active.csv", "metrics.csv", "history.csv"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+
+
+def test_facts_resumes_and_no_two_commands_write_to_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    class Result:
+        def tables(self) -> str:
+            return ""
+
+    monkeypatch.setattr(cli, "run_facts", lambda settings, out, **rest: asked.update(rest) or Result())
+    call(monkeypatch, "facts", "--out", str(tmp_path), "--resume")
+    assert asked == {"resume": True}
+    refused: list[str] = []
+
+    def other() -> None:
+        for command in ("facts", "induction", "decompose"):
+            try:
+                call(monkeypatch, command, "--out", str(tmp_path))
+            except spd.StorageError as error:
+                refused.append(str(error))
+
+    with locked(tmp_path):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(refused) == 3
+    assert all(f"is writing to {tmp_path}" in message for message in refused)
 
 
 def test_a_missing_argument_exits_with_usage(monkeypatch: pytest.MonkeyPatch) -> None:

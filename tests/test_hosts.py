@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformer_lens import HookedTransformer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import tl_spd as spd
 from tl_spd import hosts
 
 VOCAB = 97
@@ -371,6 +373,82 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             hosts.from_hf_folder(tmp_path)
 
 
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "weights cut": ("model.safetensors", lambda data: data[: len(data) // 2]),
+    "header cut": ("model.safetensors", lambda data: data[:100]),
+    "header too long": ("model.safetensors", lambda data: (2**63).to_bytes(8, "little") + data[8:]),
+    "empty": ("model.safetensors", lambda data: b""),
+    "config cut": ("config.json", lambda data: data[:50]),
+    "config no text": ("config.json", lambda data: b"\xff\xfe"),
+    "config deep": ("config.json", lambda data: b"[" * 100_000),
+    "config a list": ("config.json", lambda data: b"[1]"),
+    "size negative": ("config.json", lambda data: data.replace(b'"vocab_size": ', b'"vocab_size": -')),
+    "size a text": ("config.json", lambda data: data.replace(b'"n_embd": ', b'"n_embd": "x", "n_ember": ')),
+    "heads zero": ("config.json", lambda data: data.replace(b'"n_head": ', b'"n_head": 0, "n_heads": ')),
+    "kind a list": ("config.json", lambda data: data.replace(b'"model_type": ', b'"model_type": [], "x": ')),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_folder_is_refused_in_one_sentence_that_names_it(case: str, tmp_path: Path) -> None:
+    tiny_gpt2().save_pretrained(tmp_path)
+    name, damage = DAMAGE[case]
+    whole = (tmp_path / name).read_bytes()
+    assert damage(whole) != whole
+    (tmp_path / name).write_bytes(damage(whole))
+    with pytest.raises(spd.StorageError) as caught:
+        hosts.load_host(tmp_path)
+    assert re.fullmatch(
+        rf"Asked for the Hugging Face folder '{tmp_path}'\. Found: damaged or .*again\.", str(caught.value)
+    )
+
+
+class Runs:
+    """Leaves a folder behind when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("how", ["beside", "index", "index elsewhere"])
+def test_pickled_weights_are_not_read(how: str, tmp_path: Path) -> None:
+    """Neither where they lie beside some safetensors file nor where a folder's index names them."""
+    folder, mark = tmp_path / "folder", tmp_path / "mark"
+    tiny_gpt2().save_pretrained(folder)
+    names = list(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    pickled = {"beside": "pytorch_model.bin", "index": "evil.bin", "index elsewhere": "../evil.bin"}[how]
+    torch.save({"x": Runs(mark)}, folder / pickled)
+    if how != "beside":
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, pickled)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, OSError), match="Asked for the Hugging Face folder"):
+        hosts.load_host(folder)
+    assert not mark.exists()
+    torch.load(folder / pickled, weights_only=False)  # it would have
+    assert mark.exists()
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "folder", tmp_path / "mark"
+    tiny_gpt2().save_pretrained(folder)
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass Evil: ...\n")
+    entry = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "evil.Evil")
+    edit_config(folder, auto_map=entry)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
+    )
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="Asked for the Hugging Face folder"):
+        hosts.load_host(folder)
+    (folder / "tokenizer.json").unlink()
+    assert hosts.load_host(folder).cfg.d_vocab == VOCAB  # transformers' own class
+    assert not mark.exists()
+
+
 def test_a_model_without_a_language_head_and_an_unknown_option_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match=r"Found: architecture 'gpt2' \['GPT2Model'\]"):
         hosts.from_hf_model(tiny_gpt2().transformer)
@@ -482,7 +560,7 @@ def test_a_damaged_incomplete_or_missing_gguf_is_refused(tmp_path: Path) -> None
     whole = gpt2_as_gguf(tiny_gpt2(n_inner=40), tmp_path / "whole.gguf").read_bytes()
     for content in (b"", b"GGUF", b"x" * 5000, whole[:100], whole[:400], whole[: len(whole) // 2]):
         (tmp_path / "cut.gguf").write_bytes(content)
-        with pytest.raises(ValueError, match=r"cut\.gguf.*Found: no GGUF file, or a damaged one\. Fetch or convert"):
+        with pytest.raises(spd.StorageError, match=r"cut\.gguf'. Found: damaged or incomplete files \(.*\)\. Fetch or"):
             hosts.from_gguf(tmp_path / "cut.gguf")
     with pytest.raises(FileNotFoundError, match=r"absent\.gguf.*Found: no such file"):
         hosts.load_host(str(tmp_path / "absent.gguf"))

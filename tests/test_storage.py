@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -85,50 +83,6 @@ def test_what_else_is_in_the_folder_stays(folder: Path) -> None:
     discard(folder)
 
 
-class Crash(BaseException):
-    """Ends a write at the spot, as the end of the process would."""
-
-
-@pytest.mark.parametrize("failure", [Crash(), OSError(errno.ENOSPC, "No space left on device")])
-@pytest.mark.parametrize(
-    ("function", "calls"), [("replace", 1), ("replace", 2), ("fsync", 1), ("fsync", 2), ("fsync", 3)]
-)
-def test_a_crash_while_writing_leaves_the_old_state(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, calls: int, failure: BaseException
-) -> None:
-    """fsync: of the tensors, of their rename, of the record; replace: of the tensors, of the record."""
-    real, made = getattr(os, function), []
-
-    def failing(*args: Any) -> Any:
-        made.append(args)
-        if len(made) == calls:
-            raise failure
-        return real(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, function, failing)
-        with pytest.raises(type(failure)):
-            write_folder(folder, {"name": "new"}, NEW)
-    assert len(made) == calls
-    record, tensors = read_folder(folder)
-    assert record["name"] == "old"
-    assert same(tensors, OLD)
-    write_folder(folder, {"name": "new"}, NEW)  # and the next write works and cleans up
-    assert same(read_folder(folder)[1], NEW)
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_a_crash_behind_the_commit_leaves_the_new_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(path: Path) -> None:
-        raise Crash
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "glob", lambda *_: (_ for _ in [failing(Path())]))
-        with pytest.raises(Crash):
-            write_folder(folder, {"name": "new"}, NEW)
-    assert same(read_folder(folder)[1], NEW)
-
-
 def test_what_a_killed_process_left_is_overwritten(folder: Path) -> None:
     (folder / ".partial").write_bytes(b"half")
     (folder / "tensors-00ff.safetensors").write_bytes(b"orphan")
@@ -202,6 +156,45 @@ def test_what_is_no_record_is_refused(folder: Path, data: bytes) -> None:
         read_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("{", '{"name": "first",', 1), "a key stands twice"),
+        (lambda text: text.replace('"old"', "[" + "[]," * 100_000 + "[]]"), "larger or deeper than any record"),
+        (lambda text: text + " " * 100_000_001, "larger or deeper than any record"),
+    ],
+    ids=["twice", "many", "long"],
+)
+def test_records_that_say_two_things_or_too_much_are_refused(
+    folder: Path, change: Callable[[str], str], message: str
+) -> None:
+    file = folder / "record.json"
+    file.write_text(change(file.read_text()))
+    with pytest.raises(StorageError, match=f"{file} is damaged .*{message}"):
+        read_folder(folder)
+
+
+def test_a_record_that_could_not_be_read_again_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MOST_RECORD", 2000)
+    with pytest.raises(StorageError, match=r"has \d+ bytes, more than 2000; raise log_every"):
+        write_folder(folder, {"history": [0.1] * 1000}, NEW)
+    assert same(read_folder(folder)[1], OLD)
+
+
+def test_links_in_a_folder_of_somebody_else_are_not_written_through(folder: Path, tmp_path: Path) -> None:
+    mine, new = tmp_path / "mine", tmp_path / "new"
+    mine.write_text("mine")
+    (folder / ".partial").symlink_to(mine)
+    (folder / "tensors-00.safetensors").symlink_to(mine)
+    write_folder(folder, {}, NEW)
+    (folder / ".lock").symlink_to(new)
+    with pytest.raises(OSError, match=r"\.lock"):
+        write_folder(folder, {}, OLD)
+    assert mine.read_text() == "mine"
+    assert not new.exists()
+    assert same(read_folder(folder)[1], NEW)
+
+
 @pytest.mark.parametrize("version", [2, 0, "1", None])
 def test_other_schema_versions_are_named(folder: Path, version: Any) -> None:
     rewrite(folder, lambda record: record.update(schema_version=version))
@@ -237,6 +230,7 @@ NO_TENSORS = [
     len(HEADER).to_bytes(8, "little") + HEADER,
     len(HEADER).to_bytes(8, "little") + HEADER.replace(b"F32", b"F99") + bytes(16),
     len(HEADER).to_bytes(8, "little") + HEADER.replace(b"[4]", b"[5]") + bytes(16),
+    (16_000_001).to_bytes(8, "little") + HEADER.ljust(16_000_001) + bytes(16),
 ]
 
 

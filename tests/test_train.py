@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -784,6 +785,56 @@ def test_an_interrupt_without_a_folder_or_in_the_warm_up_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_carries_the_run_and_says_where_it_is_kept(tmp_path: Path) -> None:
+    """In the exception as on disk: the Run of the steps that were made, and of no others."""
+    model = tiny_host()
+    three = tiny_decompose(model, steps=3, schedule=spd.Schedule("constant"), losses=[spd.Recon(1.0)])
+    settings: dict[str, Any] = {"steps": 9, "losses": [spd.Recon(1.0)]}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        tiny_decompose(model, stopping(3, draw=False), **settings)
+    assert str(caught.value).startswith(
+        "The training was stopped after step 3 of 9. Its Run is this exception's attribute run"
+    )
+    assert same_runs(caught.value.run, three)  # type: ignore[attr-defined]
+    assert not any(parameter.requires_grad for parameter in three.parameters())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        tiny_decompose(model, stopping(3, draw=False), **settings, out=tmp_path)
+    (line,) = re.findall(r"spd\.load\('.*', model\)", str(caught.value))
+    assert same_runs(eval(line, {"spd": spd, "model": model}), three)
+    assert "resume=True" in str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["after the last checkpoint", "while the Run is written"])
+def test_a_finished_training_whose_run_was_not_written_is_not_thrown_away(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, unbroken = tiny_host(), tiny_decompose(tiny_host())
+    tiny_decompose(model, seed=5, out=tmp_path)  # another Run that lies there already
+
+    def stop(*_: Any) -> None:
+        raise ZeroDivisionError if when.startswith("after") else KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spd.Run, "save", stop)
+        every = 2 if when.startswith("after") else None
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+            tiny_decompose(model, out=tmp_path, checkpoint_every=every)
+    with pytest.raises(ValueError, match=r"stopped at step 4 of 4\. Pass resume=True"):
+        tiny_decompose(model, out=tmp_path)
+    assert same_runs(tiny_decompose(model, out=tmp_path, resume=True), unbroken)
+    assert same_runs(spd.load(tmp_path, model), unbroken)
+    tiny_decompose(model, out=tmp_path)  # and now it gives way
+
+
+def test_one_that_was_interrupted_and_resumed_is_finished(tmp_path: Path) -> None:
+    model = tiny_host()
+    with pytest.raises(KeyboardInterrupt):
+        tiny_decompose(model, stopping(2, draw=False), out=tmp_path)
+    resumed = tiny_decompose(model, out=tmp_path, resume=True)
+    assert same_runs(spd.load(tmp_path / "checkpoint", model), resumed)
+    assert same_runs(tiny_decompose(model, out=tmp_path), resumed)
+
+
 @pytest.fixture
 def stopped(tmp_path: Path) -> tuple[HookedTransformer, dict[str, Any]]:
     """A host and the settings of a training on it that was interrupted at step 2 of 4."""
@@ -838,6 +889,21 @@ def test_a_new_start_does_not_overwrite_an_unfinished_one(stopped: Any) -> None:
 SPOILT: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "a run": (lambda record, tensors: record.pop("step"), "holds no training state"),
     "no settings": (lambda record, tensors: record.update(settings=None), "holds no training state"),
+    "step beyond the end": (lambda record, tensors: record.update(step=5), "at step 5 of 4"),
+    "step no number": (lambda record, tensors: record.update(step=True), "holds no training state"),
+    "one of three": (lambda record, tensors: tensors.pop("training/optimizer/0/exp_avg"), "wanted .'step', 'exp_avg'"),
+    "other dtype": (
+        lambda record, tensors: tensors.update(
+            {"training/optimizer/0/exp_avg": tensors["training/optimizer/0/exp_avg"].float()}
+        ),
+        "does not fit",
+    ),
+    "negative square": (lambda record, tensors: tensors["training/optimizer/0/exp_avg_sq"].fill_(-1), "is negative"),
+    "counted from the end": (
+        lambda record, tensors: tensors.update({"training/optimizer/-1/step": torch.ones(())}),
+        "KeyError.*-1",
+    ),
+    "something else": (lambda record, tensors: tensors.update({"training/x/0/step": torch.ones(())}), "does not fit"),
     "no generator": (lambda record, tensors: tensors.pop("training/generator/mask"), "KeyError.*generator/mask"),
     "short generator": (
         lambda record, tensors: tensors.update({"training/generator/data": torch.ones(3).byte()}),

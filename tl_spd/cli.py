@@ -1,9 +1,14 @@
-"""The command line: ``tl-spd induction | facts | decompose | evaluate | report``, short programs over the public API."""
+"""The command line: ``tl-spd induction | facts | decompose | evaluate | report``, short programs over the public API.
+
+An interrupted decomposition is kept in a checkpoint: the message says where, and the same command with ``--resume`` continues.
+While a command runs, no other one may write to its folder.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +28,7 @@ from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.hosts import load_host, processing_of
 from tl_spd.run import new_run
 from tl_spd.sites import find_sites
+from tl_spd.storage import locked, readable
 from tl_spd.suppress import load_weights
 from tl_spd.views.pieces import read_json
 from tl_spd.views.report import locate, report
@@ -47,10 +53,13 @@ class Induction:
     preset: Literal["quick", "cpu", "cpu-paper-losses", "paper"] = "quick"
     """quick: 10 minutes on two cores; cpu: 30; paper: the paper's batch and steps."""
     seed: int = 0
+    resume: bool = False
+    """Go on from where the decomposition was interrupted."""
 
     def run(self) -> None:
         """Run the experiment and print its tables."""
-        result = run_induction(InductionSettings.preset(self.preset, self.seed), self.out)
+        with locked(self.out):
+            result = run_induction(InductionSettings.preset(self.preset, self.seed), self.out, resume=self.resume)
         print(result.tables())
         print(f"Results are in {self.out}: tables.md, summary.json, history.csv, and the Run in {self.out / 'run'}.")
 
@@ -73,6 +82,8 @@ class Facts:
     C: Annotated[int | None, tyro.conf.arg(name="C")] = None
     """Subcomponents per site; the preset's, or 600 where other sites are given."""
     steps: int | None = None
+    resume: bool = False
+    """Go on from where the decomposition was interrupted."""
 
     def run(self) -> None:
         """Run the experiment and print its tables."""
@@ -81,7 +92,8 @@ class Facts:
         asked |= {"facts": None if self.facts is None else FactSet.read(self.facts)}
         given = {name: value for name, value in asked.items() if value is not None}
         settings = replace(FactsSettings.preset(self.preset, self.seed), **given)
-        print(run_facts(settings, self.out).tables())
+        with locked(self.out):
+            print(run_facts(settings, self.out, resume=self.resume).tables())
         print(
             f"Results are in {self.out}: tables.md, summary.json, a CSV per table, and the Run in {self.out / 'run'}."
         )
@@ -114,6 +126,10 @@ class Decompose:
 
     def run(self) -> None:
         """Decompose, save, and print what changed."""
+        with locked(self.out):
+            self._run()
+
+    def _run(self) -> None:
         model = load_host(self.host)
         print(f"{self.host}: processing {processing_of(model)}")
         tokens, mask = tokenize(model, self.prompts)
@@ -178,15 +194,17 @@ class Report:
     def run(self) -> None:
         """Write the report and say where it is."""
         beside = locate(self.run_dir)[1]
-        settings = read_json(beside / "settings.json")
+        settings, asked = read_json(beside / "settings.json"), f"Asked for a report on {self.run_dir}. Found:"
         model: Any = None
         prompts: Any = None
         if self.host is not None:
-            pair = [fact["prompt"] for fact in settings.get("facts", {}).get("pair", ())]
+            with readable(asked):
+                pair = [str(fact["prompt"]) for fact in settings.get("facts", {}).get("pair", ())]
             model, prompts = load_host(self.host), self.prompts or pair or PROMPTS
         elif (beside / "target.safetensors").is_file() and "task" in settings:
-            task = InductionTask(**settings["task"])
-            model = build_target(task, seed=0)
+            with readable(asked):
+                task = InductionTask(**settings["task"])
+                model = build_target(task, seed=0)
             load_weights(model, beside / "target.safetensors")
             sampled = task.sample(SAMPLED_PROMPTS, torch.Generator().manual_seed(EVALUATION_SEED))[0]
             prompts = self.prompts or sampled
@@ -220,4 +238,8 @@ def main() -> None:
         "report": Report,
     }
     chosen = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
-    chosen.run()
+    try:
+        chosen.run()
+    except KeyboardInterrupt as stop:
+        print(f"\n{stop or 'Interrupted.'}", file=sys.stderr)
+        sys.exit(130)

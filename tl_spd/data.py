@@ -81,7 +81,8 @@ class Batches:
         elif isinstance(data, Sequence):
             if not data:
                 raise ValueError("data is empty; give at least one batch.")
-            check_batch(data[0], model)
+            for batch in data if isinstance(data, list | tuple) else data[:1]:
+                check_batch(batch, model)
         elif not callable(data) and not isinstance(data, Iterable):
             raise TypeError(
                 "data must be a token tensor, an iterable of batches or a function (step, generator) -> batch, found "

@@ -3,7 +3,6 @@
 Purpose. A decomposition is about one set of weights, so the host must hold the checkpoint's own weights:
 nothing folded, centred or otherwise processed unless asked for.
 
-Method.
 1. By name: TransformerLens's `from_pretrained_no_processing` (or `from_pretrained`), unchanged.
 2. From files: transformers reads them, offline; a `HookedTransformerConfig` is built from its config;
    TransformerLens's converter renames the weights; they are loaded without processing; the logits are
@@ -38,6 +37,8 @@ from transformer_lens import HookedTransformer, HookedTransformerConfig
 from transformer_lens.loading_from_pretrained import make_model_alias_map
 from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights, convert_llama_weights
 from transformer_lens.utilities.activation_functions import SUPPORTED_ACTIVATIONS
+
+from tl_spd.storage import readable
 
 CHECK_TOLERANCE = 5e-5
 """Largest logit difference accepted at load, as a fraction of the largest absolute logit (of 1 if larger)."""
@@ -97,7 +98,7 @@ def from_name(
 
 
 def from_hf_folder(path: str | Path, **options: Any) -> HookedTransformer:
-    """`from_hf_model` of a folder with config.json, *.safetensors and perhaps a tokenizer; offline.
+    """`from_hf_model` of a folder with config.json, `*.safetensors` and perhaps a tokenizer; offline.
 
     `options`: its `device`, `dtype`, `default_prepend_bos`, `check` and `tokenizer` (default: the folder's).
 
@@ -109,14 +110,16 @@ def from_hf_folder(path: str | Path, **options: Any) -> HookedTransformer:
     if not (folder / "config.json").is_file():
         found = "no config.json in it" if folder.is_dir() else "no such folder"
         raise FileNotFoundError(f"{asked} {found}. Give the folder with config.json and *.safetensors.")
-    declared = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family = _family(declared.get("model_type"), declared.get("architectures"), asked)
-    if "quantization_config" in declared:
-        raise NotImplementedError(f"{asked} quantised weights. Save it dequantised, or use a GGUF file.")
-    if not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"{asked} no *.safetensors. Save the model there with save_pretrained.")
-    has_tokenizer = any(folder.glob("tokenizer.*")) or any(folder.glob("vocab.*"))
-    return _from_files(asked, family, folder, has_tokenizer, {"name": folder.name} | options)
+    inspect.signature(from_hf_model).bind(None, **options)  # refuses unknown ones before anything is read
+    with readable(asked):
+        declared = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        family = _family(declared.get("model_type"), declared.get("architectures"), asked)
+        if "quantization_config" in declared:
+            raise NotImplementedError(f"{asked} quantised weights. Save it dequantised, or use a GGUF file.")
+        if not any(folder.glob("*.safetensors")):
+            raise FileNotFoundError(f"{asked} no *.safetensors. Save the model there with save_pretrained.")
+        has_tokenizer = any(folder.glob("tokenizer.*")) or any(folder.glob("vocab.*"))
+        return _from_files(asked, family, folder, has_tokenizer, {"name": folder.name} | options)
 
 
 def from_gguf(path: str | Path, **options: Any) -> HookedTransformer:
@@ -134,11 +137,9 @@ def from_gguf(path: str | Path, **options: Any) -> HookedTransformer:
         raise FileNotFoundError(f"{asked} no such file. Give the path of a GGUF file.")
     if importlib.util.find_spec("gguf") is None:
         raise ModuleNotFoundError(f"{asked} no package gguf to read it with. Run `pip install gguf`.")
-    with _gguf_cached() as gguf:
-        try:
-            reader = gguf.GGUFReader(str(file))
-        except (ValueError, IndexError, KeyError) as error:
-            raise ValueError(f"{asked} no GGUF file, or a damaged one. Fetch or convert it again.") from error
+    inspect.signature(from_hf_model).bind(None, **options)  # refuses unknown ones before anything is read
+    with readable(asked), _gguf_cached() as gguf:
+        reader = gguf.GGUFReader(str(file))
         fields = {key: v.contents() for key, v in reader.fields.items() if not key.startswith("tokenizer.")}
         family = _gguf_family(fields, [tensor.name for tensor in reader.tensors], asked)
         # transformers leaves these three at the values of GPT-2 small whatever the file says.
@@ -155,15 +156,14 @@ def _from_files(
     """Reads a folder, or the GGUF file in it, with transformers and hands the model to `from_hf_model`."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    inspect.signature(from_hf_model).bind(None, **options)  # refuses unknown options before weights are read
-    read: dict[str, Any] = {"local_files_only": True, **(where or {})}
+    read: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, **(where or {})}
     hf_config = AutoConfig.from_pretrained(folder, **read, **(shape or {}))
     family.cfg_fields(hf_config)  # refuses unsupported settings, likewise
     if has_tokenizer and options.get("tokenizer") is None:
         options["tokenizer"] = AutoTokenizer.from_pretrained(folder, **read)
     load: Any = AutoModelForCausalLM.from_pretrained
     read |= {"dtype": options.get("dtype", torch.float32), "config": hf_config, "output_loading_info": True}
-    hf_model, report = load(folder, ignore_mismatched_sizes=True, **read)
+    hf_model, report = load(folder, ignore_mismatched_sizes=True, use_safetensors=True, **read)
     # transformers fills what is missing with random numbers and drops what it has no place for.
     wrong = {key: report[f"{key}_keys"] for key in ("missing", "unexpected", "mismatched")}
     if any(wrong.values()):

@@ -19,7 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tl_spd import storage
+from tl_spd.checks import check_seen
 from tl_spd.components import Components, Init, init_components
+from tl_spd.data import check_batch
 from tl_spd.importance import Importances, ImportanceSpec
 from tl_spd.sites import (
     HookedTransformer,
@@ -97,10 +99,16 @@ class Run:
         """Importances ``[batch, pos, C]`` per site for ``tokens``, from the original model's activations.
 
         Padding is found by the host's tokenizer, or given as ``attention_mask`` (1 at real tokens).
+
+        Raises:
+            ValueError, TypeError: tokens or a mask that do not fit the host (see :func:`~tl_spd.data.check_batch`).
+            FloatingPointError: the host is not finite on these tokens; names the first input that is not.
         """
+        tokens, attention_mask = check_batch((tokens, attention_mask), model)
         twin = make_twin(model)
         kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
         seen = observe(twin, self.sites, tokens, **kwargs)
+        check_seen(seen, self.sites)
         with torch.no_grad():
             found = self.importances_from(seen, padding_mask(model, tokens, attention_mask))
         found.host = weakref.ref(model)
@@ -183,8 +191,8 @@ def new_run(
     generator = torch.Generator().manual_seed(seed)
     sites, longest, dtype = tuple(sites), n_ctx(model), _dtype(model)
 
-    def normal(*shape: int, std: float) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype) * std
+    def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype) * std + mean
 
     inputs = site_inputs(model, sites, *batch) if init == "inputs" and batch is not None else {}
     components, functions = {}, {}
@@ -232,27 +240,72 @@ def load(path: str | Path, model: HookedTransformer) -> Run:
 
 def from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor], model: HookedTransformer, where: str) -> Run:
     """The Run that ``record`` and ``tensors`` describe, checked against the host ``model``."""
+    check_record(record, where)
+    sites, C = _sites(record)
     try:
-        sites = [Site(**{key: value for key, value in entry.items() if key != "C"}) for entry in record["sites"]]
-        C = {entry["name"]: entry["C"] for entry in record["sites"]}
         if (kind := record["importance"]["kind"]) not in ImportanceSpec.registry:
             raise ValueError(
                 f"its importance function {kind!r} is not known here; import the module that defines it first"
             )
         importance = ImportanceSpec.from_json(record["importance"])
-        history, prints = pd.DataFrame(record["history"]), dict(record["fingerprint"])
-        settings, longest = dict(record["settings"]), record["n_ctx"]
-        if bad := [count for count in (longest, *C.values()) if not isinstance(count, int) or count < 1]:
-            raise ValueError(f"n_ctx and C must be at least 1, found {bad[0]!r}")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise storage.StorageError(f"The record in {where} is damaged or incomplete: {error!r}.") from error
+    except (TypeError, ValueError) as error:
+        raise storage.StorageError(
+            f"The record in {where} is damaged or incomplete: {storage.brief(error)}."
+        ) from error
+    prints, longest = dict(record["fingerprint"]), record["n_ctx"]
     _check_host(model, sites, prints, where)
     run = _unfilled(model, sites, C, importance, longest, where)
-    run.fingerprint, run.settings, run.history = prints, settings, history
-    _fill(run, tensors, where)
+    run.fingerprint, run.settings, run.history = prints, dict(record["settings"]), pd.DataFrame(record["history"])
+    _fill(run, tensors, where, beside=storage.TRAINING if "step" in record else None)
     for module in run._modules().values():
         module.to(host_device(model))
     return run
+
+
+def check_record(record: Mapping[str, Any], where: str) -> None:
+    """Refuse a record that lacks a part of :meth:`Run.record`, or has one of another kind.
+
+    Raises:
+        StorageError: names what is wrong.
+    """
+    try:
+        sizes = [record["n_ctx"], *_sites(record)[1].values()]
+        if bad := [size for size in sizes if type(size) is not int or size < 1]:
+            raise ValueError(f"n_ctx and C must be at least 1, found {bad[0]!r}")
+        for part in ("importance", "fingerprint", "settings", "history", "versions", "tensors"):
+            if not isinstance(record[part], dict):
+                raise TypeError(f"{part} is {record[part]!r}")
+        if odd := [value for value in record["fingerprint"].values() if not isinstance(value, str)]:
+            raise TypeError(f"its fingerprint holds {odd[0]!r}")
+        if not isinstance(record["importance"]["kind"], str):
+            raise TypeError(f"its importance function is {record['importance']['kind']!r}")
+        record["tensors"]["blake2b"]
+        columns = list(record["history"].values())
+        if not all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+            raise ValueError("the columns of its history are no lists of one length")
+        if odd := [value for column in columns for value in column if not isinstance(value, int | float | None)]:
+            raise TypeError(f"its history holds {odd[0]!r}")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise storage.StorageError(
+            f"The record in {where} is damaged or incomplete: {storage.brief(error)}."
+        ) from error
+
+
+def _sites(record: Mapping[str, Any]) -> tuple[list[Site], dict[str, Any]]:
+    """The sites of a record and their C."""
+    sites = [Site(**{key: value for key, value in entry.items() if key != "C"}) for entry in record["sites"]]
+    for site in sites:
+        if [type(value) for value in (site.name, site.kind, site.layer, site.d_in, site.d_out)] != [
+            str,
+            str,
+            int,
+            int,
+            int,
+        ]:
+            raise TypeError(f"one of its sites is {site}")
+        if not site.name.isprintable():
+            raise ValueError(f"one of its sites is named {site.name!r}")
+    return sites, {entry["name"]: entry["C"] for entry in record["sites"]}
 
 
 def _check_host(model: HookedTransformer, sites: Iterable[Site], prints: Mapping[str, str], where: str) -> None:
@@ -260,7 +313,7 @@ def _check_host(model: HookedTransformer, sites: Iterable[Site], prints: Mapping
     for site in sites:
         if own.get(site.name) != site:
             raise ValueError(
-                f"The Run in {where} decomposes {site.name} as {site.d_in} x {site.d_out}; this host has "
+                f"The Run in {where} decomposes {site.name[:200]} as {site.d_in} x {site.d_out}; this host has "
                 f"{own.get(site.name, 'no such weight')}. Load the host that it was made for."
             )
     now = fingerprint(model, tuple(sites))
@@ -283,23 +336,26 @@ def _unfilled(
     """A Run of the recorded shapes in memory that nothing touches before the tensors have been found to fit."""
     dtype = _dtype(model)
 
-    def empty(*shape: int, std: float = 0.0) -> Tensor:
+    def empty(*shape: int, std: float = 0.0, mean: float = 0.0) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
     try:
         components = {s.name: Components(s, empty(s.d_in, C[s.name]), empty(C[s.name], s.d_out)) for s in sites}
         functions = {s.name: importance.build(s, C[s.name], longest, empty) for s in sites}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise storage.StorageError(f"The record in {where} describes a Run that cannot be built: {error!r}.") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError, MemoryError) as error:
+        message = f"The record in {where} describes a Run that cannot be built: {storage.brief(error)}."
+        raise storage.StorageError(message) from error
     return Run(components, functions, importance, longest, {}).requires_grad_(False)
 
 
-def _fill(run: Run, tensors: Mapping[str, Tensor], where: str) -> None:
+def _fill(run: Run, tensors: Mapping[str, Tensor], where: str, beside: str | None) -> None:
+    """Fill the Run with ``tensors``; further ones are refused but for those whose names begin with ``beside``."""
     wanted = run.tensors()
     if missing := sorted(set(wanted) - set(tensors)):
         raise storage.StorageError(f"The tensors in {where} lack {missing[0]!r} ({len(missing)} missing in all).")
-    if extra := sorted(name for name in set(tensors) - set(wanted) if not name.startswith(storage.TRAINING)):
-        raise storage.StorageError(f"The tensors in {where} hold {extra[0]!r}, which its record does not ask for.")
+    if extra := sorted(name for name in set(tensors) - set(wanted) if beside is None or not name.startswith(beside)):
+        message = f"The tensors in {where} hold {storage.brief(extra[0])}, which its record does not ask for."
+        raise storage.StorageError(message)
     for name, target in wanted.items():
         given = tensors[name]
         if given.shape != target.shape or given.dtype != target.dtype:

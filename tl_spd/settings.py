@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from tl_spd.checks import check_whole
 from tl_spd.components import Init
 from tl_spd.importance import ImportanceSpec
 from tl_spd.losses import LossTerm
@@ -44,8 +45,8 @@ class Optimizer:
             raise ValueError(
                 f"Optimizer: learning rates and weight_decay must be at least 0 and clip above 0, found {self}."
             )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"Optimizer: betas must be at least 0 and below 1, found {self.betas}.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"Optimizer: betas must be at least 0 and below 1, two of them, found {self.betas}.")
 
     def build(self, run: Run) -> torch.optim.Optimizer:
         """The fused torch optimiser over the Run's parameters: components, then importance functions.
@@ -61,7 +62,8 @@ class Optimizer:
                 (list(run.functions.values()), self.lr),
             )
         ]
-        return cls(groups, betas=self.betas, weight_decay=self.weight_decay, fused=True)
+        betas = float(self.betas[0]), float(self.betas[1])
+        return cls(groups, betas=betas, weight_decay=self.weight_decay, fused=True)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class FaithfulnessWarmup:
     lr: float = 1e-2
 
     def __post_init__(self) -> None:
+        check_whole(steps=self.steps)
         if not (self.steps >= 0 and self.tolerance >= 0 and self.lr >= 0):
             raise ValueError(f"FaithfulnessWarmup: steps, tolerance and lr must be at least 0, found {self}.")
 
@@ -110,7 +113,7 @@ class Settings:
         importance: which importance function every site gets.
         losses: the terms with their coefficients.
         steps: optimiser steps.
-        batch_size: rows drawn per step where the data is one token tensor (None: all of it).
+        batch_size: rows drawn per step where the data is one token tensor (None, or more than there are: all of it).
         last_token_only: score only the last real position instead of all real positions.
         max_rows: most sequences stacked in one pass of the host (None: no bound; on a CPU what its cache holds).
         log_every: steps between rows of the history.
@@ -135,6 +138,7 @@ class Settings:
     autocast: bool = False
 
     def __post_init__(self) -> None:
+        check_whole(seed=self.seed)
         optional = {name: getattr(self, name) for name in ("batch_size", "max_rows") if getattr(self, name) is not None}
         counts = {f"C[{key!r}]": C for key, C in self.C.items()} if isinstance(self.C, Mapping) else {"C": self.C}
         for name, value in {"steps": self.steps, "log_every": self.log_every, **optional, **counts}.items():

@@ -13,7 +13,6 @@ Source: the paper on transformers, which suppresses rank-1 subcomponents in this
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,15 +20,19 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tl_spd.checks import check_finite, check_whole
 from tl_spd.install import check_host, next_entered
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, Site, all_sites, fold, parameter, replace_parameter, unfold, weight
-from tl_spd.storage import StorageError
+from tl_spd.storage import StorageError, brief, check_header, replacing, tensors_digest
 from tl_spd.wiring import make_twin
+
+DIGEST = "blake2b"
+"""Under which name :func:`save_weights` keeps the digest of what it wrote; files of others have none and are not checked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +128,7 @@ def singular_directions(model: HookedTransformer, counts: Mapping[str, int]) -> 
         if count > min(site.d_in, site.d_out):
             raise ValueError(f"{name} is {site.d_in} x {site.d_out}; it has no {count} singular directions.")
         W = weight(model, site)
+        check_finite(f"{name} of the host", W)
         U, _, Vh = torch.linalg.svd(W.to(torch.promote_types(W.dtype, torch.float32)), full_matrices=False)
         found[name] = Directions(U[:, :count].contiguous(), Vh[:count].contiguous())
     return found
@@ -155,6 +159,7 @@ def random_directions(
 
 def _counted(model: HookedTransformer, counts: Mapping[str, int]) -> dict[str, tuple[Site, int]]:
     sites = _named_sites(model, counts)
+    check_whole(**{f"the count of {name}": count for name, count in counts.items()})
     if negative := [name for name, count in counts.items() if count < 0]:
         raise ValueError(
             f"{counts[negative[0]]} directions of {negative[0]} were asked for; give a count of 0 or more."
@@ -197,7 +202,7 @@ def suppressed(
 def suppressed_directions(
     model: HookedTransformer, directions: Mapping[str, Directions], *, sequential: bool = False
 ) -> Iterator[HookedTransformer]:
-    """As :func:`suppressed`, for any directions: site name -> :class:`Directions`.
+    """As :func:`~tl_spd.suppress.suppressed`, for any directions: site name -> :class:`~tl_spd.suppress.Directions`.
 
     Raises:
         ValueError: unknown sites or directions of another shape than the site's, before anything is changed.
@@ -285,9 +290,8 @@ def save_weights(model: HookedTransformer, path: str | Path) -> None:
     stays until all is written.
     """
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in model.named_parameters()}
-    partial = Path(path).with_name(Path(path).name + ".partial")
-    save_file(tensors, partial)
-    os.replace(partial, path)
+    with replacing(Path(path), Path(path).with_name(Path(path).name + ".partial")) as partial:
+        save_file(tensors, partial, {DIGEST: tensors_digest(tensors)})
 
 
 @torch.no_grad()
@@ -295,21 +299,32 @@ def load_weights(model: HookedTransformer, path: str | Path) -> None:
     """Copy the weights that :func:`save_weights` wrote into ``model``, a host of the same config, cast to its dtype.
 
     Raises:
-        StorageError: no such file, no safetensors file, or one whose names and shapes are not this host's.
+        StorageError: no such file, no safetensors file, or one whose names, shapes and kinds of numbers are not this host's,
+            or not all finite. The host has not been changed then.
     """
     try:
+        with open(path, "rb") as file:
+            check_header(file.read(8), Path(path))
+        with safe_open(path, "pt") as opened:
+            written = (opened.metadata() or {}).get(DIGEST)
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} cannot be read as a safetensors file ({error}).") from error
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, MemoryError) as error:
+        raise StorageError(f"{path} cannot be read as a safetensors file ({brief(error)}).") from error
+    if written is not None and written != tensors_digest(tensors):
+        raise StorageError(f"{path} is damaged: its content is not what was written. Copy the file again.")
     own = dict(model.named_parameters())
     if differing := sorted(set(own) ^ set(tensors)):
         raise StorageError(
-            f"{path} was made for another config: only one of the file and this host has {differing[0]!r}."
+            f"{path} was made for another config: only one of the file and this host has {brief(differing[0])}."
         )
     for name, value in own.items():
         if tensors[name].shape != value.shape:
             raise StorageError(
                 f"{name!r} in {path} is {tuple(tensors[name].shape)}; this host's is {tuple(value.shape)}."
+            )
+        if not tensors[name].is_floating_point() or not bool(tensors[name].to(value.dtype).isfinite().all()):
+            raise StorageError(
+                f"{name!r} in {path} is not all finite numbers of {value.dtype}; use another copy of it."
             )
     for name, value in own.items():
         value.copy_(tensors[name])

@@ -26,17 +26,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_spd import storage
+from tl_spd.checks import check_weights, check_whole, extremes, not_finite
 from tl_spd.data import Batches
 from tl_spd.engine import Batch, Engine
 from tl_spd.importance import Importances, ImportanceSpec, Vector
 from tl_spd.losses import Faithfulness, LossTerm, ReconTerm, Step, host_weights, paper_losses
 from tl_spd.run import Run, from_record, new_run
 from tl_spd.settings import Settings
-from tl_spd.sites import HookedTransformer, Site, find_sites, host_device
+from tl_spd.sites import HookedTransformer, Site, find_sites, host_device, host_dtype
 
 
 class NonFiniteLossError(FloatingPointError):
-    """A loss or a gradient was not finite; the message names the step and the term or the parameter."""
+    """An activation, a loss or a gradient was not finite; the message names the step and the place, term or parameter."""
 
 
 @torch.enable_grad()  # notebooks switch gradients off for the whole session
@@ -72,16 +73,14 @@ def decompose(
     Raises:
         ValueError, TypeError: wrong settings, patterns or data, before training starts.
         StorageError: another process or thread is writing to ``out``, or its checkpoint is damaged.
-        NonFiniteLossError: a loss or gradient was not finite; the last checkpoint is kept.
+        NonFiniteLossError: an activation, a loss or a gradient was not finite; the last checkpoint is kept.
 
     Whatever ends the training early, KeyboardInterrupt too, carries the Run so far as its attribute ``run``: in a notebook,
     ``run = sys.last_value.run`` after the cell was interrupted.
     """
-    if unknown := set(settings) - {entry.name for entry in fields(Settings)}:
-        raise TypeError(f"decompose has no settings {sorted(unknown)}; spd.Settings lists those there are.")
-    terms = paper_losses("gpt2") if losses is None else tuple(losses)
-    chosen = Settings(sites if isinstance(sites, str) else tuple(sites), C, importance, terms, steps, **settings)
+    chosen = _settings(sites, C, importance, losses, steps, **settings)
     found = find_sites(model, chosen.sites)
+    check_weights(model)
     batches = Batches(data, model, chosen.batch_size)
     counts = chosen.counts([site.name for site in found])
     with _checkpoint_folder(out, checkpoint_every, resume) as folder:
@@ -97,14 +96,18 @@ def decompose(
                         batch = trainer.engine.observe(*batches(step, trainer.data_generator))
                         importances = trainer.engine.importances(batch)
                         losses = trainer.losses(batch, importances)
-                    trainer.update(losses, importances)
-                    bar.update()
-                    if trainer.due(chosen.log_every):
-                        bar.set_postfix(trainer.history[-1])
+                    trainer.update(batch, losses, importances)
+                    trainer.show(bar)
                     if folder and trainer.due(every):
                         trainer.save(folder)
-            trainer.finish(out)
-    return run
+            return trainer.finish(out)
+
+
+def _settings(sites: Any, C: Any, importance: Any, losses: Any, steps: Any, **further: Any) -> Settings:
+    if unknown := set(further) - {entry.name for entry in fields(Settings)}:
+        raise TypeError(f"decompose has no settings {sorted(unknown)}; spd.Settings lists those there are.")
+    terms = paper_losses("gpt2") if losses is None else tuple(losses)
+    return Settings(sites if isinstance(sites, str) else tuple(sites), C, importance, terms, steps, **further)
 
 
 def _fresh_run(
@@ -118,6 +121,7 @@ def _fresh_run(
 @contextmanager
 def _checkpoint_folder(out: str | Path | None, checkpoint_every: int | None, resume: bool) -> Iterator[Path | None]:
     """The folder for checkpoints, or None; ``out`` is made, while nothing is lost if it cannot be, and is ours inside."""
+    check_whole(checkpoint_every=checkpoint_every)
     if checkpoint_every is not None and checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, found {checkpoint_every}.")
     if out is None and (resume or checkpoint_every):
@@ -132,9 +136,10 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
         return None
     record, tensors = storage.read_folder(folder)
     now, then, step = settings.plain(), record.get("settings"), record.get("step")
-    steps = then.get("steps") if isinstance(then, dict) else None
-    if type(steps) is not int or type(step) is not int or not 0 <= step <= steps:
+    if not isinstance(then, dict) or type(step) is not int or type(then.get("steps")) is not int:
         raise storage.StorageError(f"{folder} holds no training state; it is no checkpoint of spd.decompose.")
+    if not 0 <= step <= (steps := then["steps"]):
+        raise storage.StorageError(f"{folder} is damaged: it is at step {step} of {steps}. Use a backup, or remove it.")
     if not resume and not (step == steps and _written(folder.parent, record)):
         raise ValueError(
             f"{folder} holds a decomposition that stopped at step {step} of {steps}. Pass resume=True to "
@@ -144,7 +149,8 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
         storage.discard(folder)  # of a finished training, which would be taken for this one's later
         return None
     if changed := {key: (then.get(key), now.get(key)) for key in {**now, **then} if then.get(key) != now.get(key)}:
-        raise ValueError(f"The checkpoint in {folder} was made with other settings (then, now): {changed}.")
+        shown = storage.brief(changed, 1000)
+        raise ValueError(f"The checkpoint in {folder} was made with other settings (then, now): {shown}.")
     return record, tensors
 
 
@@ -245,14 +251,15 @@ class _Trainer:
         """Whether the step just made is the last one or a multiple of ``every``."""
         return every is not None and (self.step % every == 0 or self.step == self.settings.steps)
 
-    def update(self, values: Tensor, importances: Importances) -> None:
+    def update(self, batch: Batch, values: Tensor, importances: Importances) -> None:
         """One optimiser step on the weighted sum of ``values``, and the history's new row where one is due."""
         settings, total = self.settings, values @ self.coeffs
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * settings.schedule.factor(self.step, settings.steps)
         self.optimizer.zero_grad(set_to_none=True)
-        total.backward()
-        self.watch.look(self.step, torch.stack([total.detach(), *values.detach()]))
+        self._differentiate(total, batch.scored.numel())
+        shown = extremes(batch.seen, self.run.sites)
+        self.watch.look(self.step, shown, torch.stack([total.detach(), *values.detach()]))
         if settings.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), settings.optimizer.clip)
         self.whole = None
@@ -262,6 +269,19 @@ class _Trainer:
         if self.due(settings.log_every):
             self.history.append({"step": self.step, **self.watch.read(L0=mean_l0(importances))})
         self.whole = self._generator_states()
+
+    def _differentiate(self, total: Tensor, scored: int) -> None:
+        """The gradients of ``total``. A float16 host would round those of a mean, times a small coefficient, to 0.
+
+        There the sum over positions of the largest reconstruction term, times 16, is differentiated instead: far from both
+        ends of float16, by a power of two.
+        """
+        coeffs = [term.coeff for term in self.settings.losses if isinstance(term, ReconTerm) and term.coeff > 0]
+        half = host_dtype(self.engine.model) == torch.float16
+        scale = 2.0 ** min(30, round(math.log2(16 * scored / max(coeffs, default=1.0)))) if half else 1.0
+        (total * scale).backward()
+        if scale != 1:
+            torch._foreach_div_([p.grad for p in self.parameters.values() if p.grad is not None], scale)
 
     def _generator_states(self) -> dict[str, Tensor]:
         return {"data": self.data_generator.get_state(), "mask": self.mask_generator.get_state()}
@@ -274,11 +294,18 @@ class _Trainer:
         tensors = self.run.tensors() | storage.pack_training(self.optimizer, self.whole)
         storage.write_folder(folder, self.run.record() | {"step": self.step}, tensors)
 
-    def finish(self, out: str | Path | None) -> None:
-        """Write the Run to ``out``."""
+    def show(self, bar: Any) -> None:
+        """Move the progress bar by one step, with the history's new row where there is one."""
+        bar.update()
+        if self.due(self.settings.log_every):
+            bar.set_postfix(self.history[-1])
+
+    def finish(self, out: str | Path | None) -> Run:
+        """The Run, written to ``out`` if given."""
         self.run.history = pd.DataFrame(self.history)
         if out is not None:
             self.run.save(out)
+        return self.run
 
     def restore(self, record: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> None:
         """Take up the training state of the checkpoint that was read from ``where``."""
@@ -289,14 +316,14 @@ class _Trainer:
 
 
 class _Watch:
-    """Looks at every step's losses and gradients where they are; the host is told when it asks, and on a CPU at once.
+    """Looks at activations, losses and gradients of every step where they are; on a CPU an error comes at once, else when read.
 
     ``bad`` becomes and stays 1 once something was not finite.
     """
 
     def __init__(self, terms: list[str], parameters: Mapping[str, Tensor]):
         self.losses, self.parameters = ["loss", *terms], parameters
-        self.names = ["step", *self.losses, *(f"the gradient of {name}" for name in parameters)]
+        self.shown, self.names = list[str](), list[str]()
         one = next(iter(parameters.values()))
         self.bad = torch.zeros((), device=one.device)  # float32 is what Adam takes
         self.zero = one.new_zeros(())
@@ -304,10 +331,13 @@ class _Watch:
         """What the latest step showed, or the first bad one; in the order of ``names``."""
         self.at_once = self.bad.device.type == "cpu"
 
-    def look(self, step: int, losses: Tensor) -> None:
-        """Take in the losses ``[1 + term]`` and gradients of one step."""
+    def look(self, step: int, shown: Mapping[str, Tensor], losses: Tensor) -> None:
+        """Take in what the original model showed (:func:`extremes`), losses ``[1 + term]`` and gradients of one step."""
+        self.shown = list(shown)
+        self.names = ["step", *shown, *self.losses, *(f"the gradient of {name}" for name in self.parameters)]
         norms = [self.zero if p.grad is None else p.grad.norm() for p in self.parameters.values()]
-        now = torch.stack([torch.full_like(self.zero, step), *losses.to(self.zero.dtype), *norms])
+        numbers = [value.to(self.zero.dtype) for value in (*shown.values(), *losses)]
+        now = torch.stack([torch.full_like(self.zero, step), *numbers, *norms])
         self.seen = now if self.seen is None else torch.where(self.bad.bool(), self.seen, now)
         self.bad = torch.maximum(self.bad, (~torch.isfinite(now).all()).to(self.bad.dtype))
         if self.at_once:
@@ -320,6 +350,8 @@ class _Watch:
         copied = torch.stack([*self.seen, *(value.to(self.seen.dtype) for value in further.values())]).tolist()
         found = dict(zip([*self.names, *further], copied, strict=True))
         if bad := [name for name in self.names if not math.isfinite(found[name])]:
+            if bad[0] in self.shown:
+                raise NonFiniteLossError(f"Step {found['step']:.0f}: {not_finite(bad[0])}")
             terms = [name for name in bad if name in self.losses[1:]]
             raise NonFiniteLossError(
                 f"Step {found['step']:.0f}: {', '.join(terms or bad[:1])} was not finite. The last checkpoint, if any, is from "

@@ -41,10 +41,22 @@ UNCHANGED = [
         "`",
         "]]>",
     ),
+    *(
+        "<svg onload=alert(1)>",
+        '"><b>',
+        "' onx='1",
+        "</style>",
+        "</title>",
+        "<!--<script>",
+        "javascript:alert(1)",
+        "{{x}}",
+    ),
+    *("🇩🇪", "👍🏽", "❤\ufe0f", "مرحبا", "<0xE2>", "Ġthe", "Ċ", "▁the"),
 ]
 ESCAPED = {
     "\n": r"\n", "\t": r"\t", "\u202eabc": r"\u202eabc", "\u2028": r"\u2028", "\u200f": r"\u200f", "\ud83d": r"\ud83d",
-    "\x00": r"\x00", "": '""',
+    "\x00": r"\x00", "": '""', "\u2066x": r"\u2066x", "\u2069": r"\u2069", "\u061c": r"\u061c", "\u200e": r"\u200e", "\r": r"\r",
+    "\x1b[31m": r"\x1b[31m", "\ufeff": r"\ufeff", "\x85": r"\x85", "\u200b": r"\u200b",
 }  # fmt: skip
 NASTY = [*UNCHANGED, *ESCAPED]
 VISIBLE = [*UNCHANGED, *ESCAPED.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import struct
@@ -23,7 +24,7 @@ from tl_spd.experiments.induction import SITES, InductionSettings
 from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.losses import Faithfulness
 from tl_spd.sites import HookedTransformer
-from tl_spd.storage import StorageError
+from tl_spd.storage import StorageError, read_folder, write_folder
 from tl_spd.suppress import save_weights
 from tl_spd.views import report as module
 from tl_spd.views.report import report
@@ -213,7 +214,7 @@ def hostile(tmp_path: Path) -> tuple[Path, HookedTransformer]:
     run.save(folder / "run")
     texts = [text for text in NASTY if text != "\ud83d"]  # no file can hold it
     table = pd.DataFrame({NASTY[2]: texts, "<b>": range(len(texts)), "prompt": NASTY[4]})
-    table.to_csv(folder / "<i>&lt;.csv", index=False)
+    table.to_csv(folder / "<i>&lt;.csv", index=False, quoting=csv.QUOTE_ALL)  # else a lone \\r would end a row
     traced = pd.DataFrame({"kind": "$", "layer": 0, "position": range(4), "token": NASTY[2:6], "effect": 0.1})
     traced.assign(prompt=NASTY[2], p_clean=0.5, p_corrupted=0.1).to_csv(folder / "trace.csv", index=False)
     (folder / "settings.json").write_text(json.dumps({NASTY[3]: NASTY[2]}))
@@ -394,6 +395,52 @@ def test_a_hostile_report_in_a_browser(width: int, tmp_path: Path) -> None:
     assert [token.replace(JOINER, "").replace("\xa0", " ") for token in found["before"]["tokens"]] == VISIBLE
     assert found["after"]["captions"] == [f"Prompt 0: {found['picked']}, 0 to 1"] != found["before"]["captions"]
     assert found["after"]["colors"] != found["before"]["colors"]
-    assert found["open"] == [True, False, False]  # what was closed is open and the other way round
+    assert found["open"] == [True, True, False]  # what was closed is open and the other way round
     assert VISIBLE[2] in found["cells"]
     assert found["scripts"] == 2  # the page's and the probe's
+
+
+SPOILT: dict[str, tuple[str, str, str]] = {
+    "a record of other parts": ("run/record.json", "history", "damaged or incomplete"),
+    "a deep settings file": ("settings.json", "[" * 100_000, r"settings\.json cannot be read as JSON"),
+    "numbers that are texts": (
+        "active.csv",
+        "site,position,threshold,active\na,m,<b>,x\n",
+        r"active\.csv cannot be drawn \(.*\); move it elsewhere",
+    ),
+    "a table of one prompt": (
+        "zero_out.csv",
+        "kind,layer,prompt,p_before,p_after\n,,,,\n",
+        r"zero_out\.csv cannot be drawn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_spoilt_files_are_refused_in_one_sentence(case: str, folder: Path, tmp_path: Path) -> None:
+    name, content, message = SPOILT[case]
+    if name.endswith("record.json"):
+        record, tensors = read_folder(folder / "run")
+        del record[content], record["tensors"], record["schema_version"]
+        write_folder(folder / "run", record, tensors)
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        report(folder, tmp_path / "r.html")
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [({"task": {"vocab": "x"}}, ()), ({"task": 3}, ()), ({"task": {"length": 1}}, ()), ({"facts": 3}, ("--host", "x"))],
+)
+def test_the_command_refuses_spoilt_settings(
+    settings: dict[str, Any], more: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "target.safetensors").touch()
+    monkeypatch.setattr(sys, "argv", ["tl-spd", "report", str(folder), *more])
+    with pytest.raises(StorageError, match=rf"Asked for a report on {folder}\. Found: damaged or incomplete files"):
+        cli.main()

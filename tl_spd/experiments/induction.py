@@ -10,6 +10,7 @@ Presets: ``quick`` (10 minutes on two cores), ``cpu`` (30), ``paper`` (the paper
 first two add ReconLayerwise to the paper's losses: without it the sites of layer 0 agree privately on another circuit, and
 Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses`` is ``cpu`` without it, to show that. Both start
 from singular vectors: from random components (``quick``) the same length of training keeps many copies of one direction.
+Importances start around 0: from 1 the same number of steps leaves more subcomponents on.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class InductionSettings:
     batch_size: int
     task: InductionTask = field(default_factory=InductionTask)
     C: int = 100
-    importance: ImportanceSpec = field(default_factory=lambda: Attention(d_gate=16))
+    importance: ImportanceSpec = field(default_factory=lambda: Attention(d_gate=16, start=0.0))
     init: Init = "kaiming"
     losses: tuple[LossTerm, ...] = field(default_factory=lambda: paper_losses("induction"))
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -176,8 +177,8 @@ def named_positions(task: InductionTask, s1: Tensor) -> dict[str, Tensor]:
 def measure(model: HookedTransformer, run: Run, task: InductionTask, sequences: int = 1024) -> dict[str, pd.DataFrame]:
     """The paper's tables on held-out sequences: ``active``, ``unique``, ``metrics``.
 
-    Beside the paper's metrics those of :func:`evaluate`, and the mechanism test: m's attention on s1 in layer 0 with and
-    without positions in m's query (``m_on_s1_attention``, ``m_on_s1_without``).
+    Beside the paper's metrics those of :func:`~tl_spd.analysis.evaluation.evaluate`, and the mechanism test: m's
+    attention on s1 in layer 0 with and without positions in m's query (``m_on_s1_attention``, ``m_on_s1_without``).
     """
     generator = torch.Generator().manual_seed(EVALUATION_SEED)
     tokens, answers, s1 = task.sample(sequences, generator)
@@ -206,8 +207,12 @@ def run_induction(
     out: str | Path | None = None,
     progress: bool = True,
     target: TargetResult | None = None,
+    resume: bool = False,
 ) -> InductionResult:
-    """Train the target (unless given), decompose it, make the tables; write everything to ``out`` if given."""
+    """Train the target (unless given), decompose it, make the tables; write everything to ``out`` if given.
+
+    An interrupt of the decomposition is kept in ``out/run/checkpoint``; ``resume`` goes on from there.
+    """
     started = time.perf_counter()
     target = target or train_target(settings.task, settings.target, progress)
     trained = time.perf_counter()
@@ -225,6 +230,8 @@ def run_induction(
         last_token_only=True,
         seed=settings.seed,
         progress=progress,
+        out=None if out is None else Path(out) / "run",
+        resume=resume,
     )
     seconds = {"target": trained - started, "decomposition": time.perf_counter() - trained}
     result = InductionResult(target, run, **measure(target.model, run, settings.task), seconds=seconds)

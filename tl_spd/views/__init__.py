@@ -1,6 +1,7 @@
 """Views and plots of what the library measures; they measure nothing themselves.
 
-``show_*`` give circuitsvis views (:class:`View`, with ``save``), ``plot_*`` matplotlib or plotly figures (the extra ``plots``).
+``show_*`` give circuitsvis views (:class:`~tl_spd.views.view.View`, with ``save``), ``plot_*`` matplotlib or plotly
+figures (the extra ``plots``).
 """
 
 from tl_spd.views.attention import show_attention as show_attention

@@ -73,7 +73,7 @@ def axes(rows: int, columns: int, width: float, height: float, **options: Any) -
 
 
 def drawable(text: str) -> str:
-    """:func:`visible`, with characters that the fonts in use lack as escapes too."""
+    """:func:`~tl_spd.views.view.visible`, with characters that the fonts in use lack as escapes too."""
     return "".join(c if _drawn(ord(c), _families()) else c.encode("unicode_escape").decode() for c in visible(text))
 
 

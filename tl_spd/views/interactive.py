@@ -13,6 +13,7 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_spd.checks import check_shares
 from tl_spd.views.frames import BLACK, COLORS, checked, graph_objects
 from tl_spd.views.tokens import one_prompt, rounded
 from tl_spd.views.view import LABEL, short, visible
@@ -42,12 +43,15 @@ def plot_importance(
         IndexError: a prompt that does not exist.
         ImportError: plotly is missing.
     """
+    check_shares("threshold", [threshold])
     go = graph_objects()
     g = one_prompt(tokens, importances, site, prompt)
     most, where = g.max(0)
     active = (most > threshold).nonzero()[:, 0].tolist()
     if not active:
-        raise ValueError(f"No subcomponent of {site} has an importance above {threshold:g} on this prompt.")
+        raise ValueError(
+            f"No subcomponent of {site} has an importance above {threshold:g} on this prompt; lower threshold=."
+        )
     order = sorted(active, key=lambda index: (int(where[index]), -float(most[index]), index))
     texts = [_text(token) for token in tokens]
     labels = [f"{_text(short(visible(token), LABEL))} {i}" for i, token in enumerate(tokens)]

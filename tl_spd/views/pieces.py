@@ -41,8 +41,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """What is in a JSON file that need not exist."""
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read as JSON ({error}).") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON ({error}); move it elsewhere.") from error
     return found if isinstance(found, dict) else {}
 
 

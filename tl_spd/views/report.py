@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tl_spd.install import decomposed
-from tl_spd.run import Run, load
+from tl_spd.run import Run, check_record, load
 from tl_spd.sites import HookedTransformer, host_device, text_tokens, token_texts
 from tl_spd.storage import RECORD, StorageError, holds_record, read_record
 from tl_spd.views import figures, pieces
@@ -73,6 +73,7 @@ def report(
         raise ValueError("Views need both the host and prompts; only one of them was given.")
     where, beside = locate(folder)
     record = read_record(where)
+    check_record(record, str(where))
     notes = {name: pieces.read_json(beside / f"{name}.json") for name in ("settings", "summary")}
     parts = [pieces.STYLE, *_about(record, beside), *_settings(record, notes["settings"]), *_curves(record)]
     if model is not None and prompts is not None:
@@ -148,13 +149,18 @@ def _tables(beside: Path, phase_change_step: int | None) -> Iterator[str]:
             types = dict.fromkeys(TEXTS, str)
             table = pd.read_csv(file, keep_default_na=False, na_values=[""], dtype=types, low_memory=False)
         except ValueError as error:
-            raise ValueError(f"{file} cannot be read as a table ({error}); move it elsewhere.") from error
+            cause = short(str(error), pieces.MOST_TEXT)
+            raise ValueError(f"{file} cannot be read as a table ({cause!r}); move it elsewhere.") from error
         shown = pieces.table(list(table.columns), table.head(MOST_ROWS).itertuples(index=False))
         left = f"; the first {MOST_ROWS} are shown" if len(table) > MOST_ROWS else ""
         state = "open" if len(table) <= SHOWN_OPEN else ""
         yield f"<details {state}><summary>{pieces.text(file.name)} ({len(table):,} rows{left})</summary>{shown}</details>"
-        for caption, figure in _drawn(table, phase_change_step):
-            yield pieces.picture(figure, caption)
+        try:
+            drawn = [pieces.picture(figure, caption) for caption, figure in _drawn(table, phase_change_step)]
+        except (TypeError, ValueError, LookupError) as error:
+            cause = short(str(error), pieces.MOST_TEXT)
+            raise ValueError(f"{file} cannot be drawn ({cause!r}); move it elsewhere.") from error
+        yield from drawn
 
 
 def _drawn(table: pd.DataFrame, phase_change_step: int | None) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_spd.checks import check_shares, check_whole
 from tl_spd.views.frames import checked
 from tl_spd.views.view import Panel, View, harmless, visible
 
@@ -74,6 +75,7 @@ def show_active(
         ValueError: no site, an unknown one, tokens that are not those of the importances.
         IndexError: a prompt that does not exist.
     """
+    check_shares("threshold", [threshold])
     names = list(importances) if sites is None else list(sites)
     counts = {name: (one_prompt(tokens, importances, name, prompt) > threshold).sum(1) for name in names}
     if not counts:
@@ -122,6 +124,7 @@ def show_top_examples(
         raise ValueError(f"The table has no examples of {site} {missing}: never active there, or not asked for.")
     if not found:
         raise ValueError(f"The table has no examples of {site!r}; its sites are {sorted(set(table['site']))}.")
+    check_whole(window=window)
     if window < 0:
         raise ValueError(f"window must be at least 0 tokens, found {window}.")
     choices = {}

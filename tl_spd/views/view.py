@@ -2,8 +2,8 @@
 
 1. A view is a list of choices; a choice is a list of panels; a panel is a circuitsvis element (``ColoredTokens``, ...) with its
    properties, or a ``Table`` of texts and numbers, for which circuitsvis has none. Several choices get a picker.
-2. In a notebook circuitsvis' bundle travels with the view, so that nothing is loaded from elsewhere; ``str(view)`` is the small
-   version that loads it from circuitsvis' CDN, as with circuitsvis' own objects.
+2. In a notebook circuitsvis' bundle travels with the view, compressed (half a megabyte each), so that nothing is loaded from
+   elsewhere; ``str(view)`` is the small version that loads it from circuitsvis' CDN, as with circuitsvis' own objects.
 3. ``save`` writes one file that needs no network and may not use it: its content security policy forbids every request.
 
 What is shown comes from models and prompts and is not trusted: everything is handed over as JSON without a ``<``, and set as
@@ -12,9 +12,11 @@ text. circuitsvis itself sets tokens as HTML; :func:`harmless` makes them mean t
 
 from __future__ import annotations
 
+import base64
 import functools
 import html
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -79,6 +81,12 @@ function tlSpdShow(circuitsvis, id, data) {
   const panels = add(root, "div", "", data.row ? "panels row" : "panels");
   show(0);
 }
+"""
+
+UNPACK = """
+const bytes = Uint8Array.from(atob("{packed}"), (c) => c.charCodeAt(0));
+const source = new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+const CircuitsVis = new Function((await source) + "; return CircuitsVis;")();
 """
 
 PAGE = """<!doctype html>
@@ -154,8 +162,8 @@ class View(RenderedHTML):
 
     @property
     def local_src(self) -> str:
-        """HTML with circuitsvis' bundle inside; needs no network."""
-        return f'{self.body}\n<script type="module">\n{bundle()}\n{RUNTIME}\n{self.script}\n</script>'
+        """HTML with circuitsvis' bundle inside, compressed; needs no network."""
+        return f'{self.body}\n<script type="module">\n{_unpack_bundle()}\n{RUNTIME}\n{self.script}\n</script>'
 
     @property
     def cdn_src(self) -> str:
@@ -185,6 +193,13 @@ def bundle() -> str:
     """circuitsvis' JavaScript, which defines ``CircuitsVis``, fit to stand inside a script element."""
     source = (files("circuitsvis") / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
     return source.replace("</script", r"<\/script").partition("//# sourceMappingURL")[0]
+
+
+@functools.cache
+def _unpack_bundle() -> str:
+    """JavaScript of a module that defines ``CircuitsVis`` by unpacking :func:`bundle`."""
+    packed = base64.b64encode(zlib.compress(bundle().encode(), 9)).decode()
+    return UNPACK.replace("{packed}", packed)
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
