@@ -39,8 +39,8 @@ def built(spec: spd.ImportanceSpec, seed: int = 0, site: Site = SITE, dtype: tor
     """The function of ``spec`` with every parameter random, biases too."""
     source = generator(seed)
 
-    def normal(*shape: int, std: float) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=dtype) * (std or 0.5)
+    def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:
+        return torch.randn(shape, generator=source, dtype=dtype) * (std or 0.5) + mean
 
     return spec.build(site, C, N_CTX, normal)
 

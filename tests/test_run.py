@@ -157,6 +157,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "missing": (lambda t: t.pop(READ), f"lack '{READ}' \\(1 missing"),
     "two missing": (lambda t: (t.pop(READ), t.pop(W1)), f"lack '{READ}' \\(2 missing"),
     "extra": (lambda t: t.update(spare=torch.ones(2)), "hold 'spare', which its record does not ask for"),
+    "a training's": (lambda t: t.update({"training/x": torch.ones(2)}), "hold 'training/x', which its record does not"),
     "transposed": (lambda t: t.update({READ: t[READ].T}), rf"'{READ}' .* is \(3, 12\) torch.float64; wanted \(12, 3\)"),
     "longer": (lambda t: t.update({W1: torch.zeros(12, 2, 4).double()}), r"is \(12, 2, 4\) .* wanted \(12, 2, 3\)"),
     "dtype": (
@@ -323,6 +324,19 @@ def test_a_lookup_reads_every_token_once() -> None:
     wanted = torch.zeros(3, model.cfg.d_vocab)
     wanted[0, 0] = wanted[1, 1] = wanted[2, 3] = 1
     assert torch.equal(found, wanted.to(found))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec).__name__)
+def test_a_fresh_run_is_open(spec: ImportanceSpec) -> None:
+    """Gammas scatter around 1, and a start at 0 puts each of them lower by just that."""
+    model, name = tiny_host(), "blocks.0.mlp.W_in"
+    fresh = (
+        new_run(model, find_sites(model, name), {name: 200}, s, "svd")
+        for s in (spec, dataclasses.replace(spec, start=0.0))
+    )
+    pre, closed = (run.importances(model, tiny_tokens(4)).pre[name] for run in fresh)
+    torch.testing.assert_close(pre - closed, torch.ones_like(pre))
+    assert pre.mean().item() == pytest.approx(1.0, abs=0.35)
 
 
 def test_loading_touches_neither_the_host_nor_the_global_random_state(saved: Any) -> None:

@@ -152,7 +152,8 @@ def input_terms(
     ``x_i . read_j`` is zero for two chosen inputs, and the sum is the weight on all that the chosen inputs span.
     """
     x = inputs.double()
-    lengths, left, chosen = x.norm(dim=1), x.clone(), []
+    lengths, left = x.norm(dim=1), x.clone()
+    chosen: list[int] = []
     while len(chosen) < min(C, *x.shape):
         remaining = left.norm(dim=1)
         best = int(torch.where(remaining > DEPENDENT * lengths, remaining, 0).argmax())

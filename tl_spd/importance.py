@@ -9,6 +9,9 @@
 All gates use erf-GELU; subcomponents have independent parameters in 1-3. Inputs are always those of the original model.
 For look-up sites (embeddings) the "input" is the row looked up, which says as much as the one-hot index.
 
+Gammas start around ``start``. At 1 (default) every subcomponent is on, so that training begins at the host itself and turns
+off what is not needed; at 0 half of what is needed is off, where only the leak of the sigmoid can bring it back.
+
 A specification is a frozen dataclass; a new importance function is one subclass of :class:`ImportanceSpec` with ``build``.
 """
 
@@ -25,6 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tl_spd.attend import BACKENDS, Backend, attend
+from tl_spd.checks import check_whole
 from tl_spd.gates import scalar_gates, vector_gates
 from tl_spd.sites import Site
 
@@ -95,7 +99,7 @@ class ImportanceSpec:
         """A module with ``forward(x, inner, real) -> gamma``.
 
         ``x: [batch, pos, d_importance]``, ``inner: [batch, pos, C]``, ``real: [batch, pos]`` or None, result
-        ``[batch, pos, C]`` before the sigmoid. ``normal(*shape, std=...)`` draws initial values in the right dtype.
+        ``[batch, pos, C]`` before the sigmoid. ``normal(*shape, std=..., mean=0.0)`` draws initial values in the right dtype.
         """
         raise NotImplementedError
 
@@ -114,6 +118,7 @@ class ImportanceSpec:
 
 
 def _positive(**values: int | None) -> None:
+    check_whole(**values)
     for name, value in values.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, found {value}.")
@@ -122,13 +127,14 @@ def _positive(**values: int | None) -> None:
 class _Gates(nn.Module):
     """Parameters of ``C`` MLPs ``d_in -> d_gate -> 1``; ``d_in=None``: of one number each."""
 
-    def __init__(self, d_in: int | None, d_gate: int, C: int, normal: Callable[..., Tensor]):
+    def __init__(self, d_in: int | None, spec: Scalar | Vector | Attention, C: int, normal: Callable[..., Tensor]):
         super().__init__()
+        d_gate = spec.d_gate
         shape = (d_gate, C) if d_in is None else (d_in, d_gate, C)
         self.W1 = nn.Parameter(normal(*shape, std=(2 / (d_in or 1)) ** 0.5))
         self.b1 = nn.Parameter(normal(d_gate, C, std=0.0))
         self.W2 = nn.Parameter(normal(d_gate, C, std=d_gate**-0.5))
-        self.b2 = nn.Parameter(normal(C, std=0.0))
+        self.b2 = nn.Parameter(normal(C, std=0.0, mean=spec.start))
 
     def forward(self, x: Tensor) -> Tensor:
         gates = scalar_gates if self.W1.ndim == 2 else vector_gates
@@ -140,6 +146,7 @@ class Scalar(ImportanceSpec):
     """One MLP ``1 -> d_gate -> 1`` of the inner activation per subcomponent."""
 
     d_gate: int = 16
+    start: float = 1.0
 
     def __post_init__(self) -> None:
         _positive(d_gate=self.d_gate)
@@ -154,7 +161,7 @@ class ScalarImportance(nn.Module):
 
     def __init__(self, spec: Scalar, C: int, normal: Callable[..., Tensor]):
         super().__init__()
-        self.gates = _Gates(None, spec.d_gate, C, normal)
+        self.gates = _Gates(None, spec, C, normal)
 
     def forward(self, x: Tensor, inner: Tensor, real: Tensor | None = None) -> Tensor:
         """Gamma ``[batch, pos, C]``."""
@@ -166,6 +173,7 @@ class Vector(ImportanceSpec):
     """One MLP ``d_in -> d_gate -> 1`` of the site's input per subcomponent."""
 
     d_gate: int = 16
+    start: float = 1.0
 
     def __post_init__(self) -> None:
         _positive(d_gate=self.d_gate)
@@ -180,7 +188,7 @@ class VectorImportance(nn.Module):
 
     def __init__(self, spec: Vector, d_in: int, C: int, normal: Callable[..., Tensor]):
         super().__init__()
-        self.gates = _Gates(d_in, spec.d_gate, C, normal)
+        self.gates = _Gates(d_in, spec, C, normal)
 
     def forward(self, x: Tensor, inner: Tensor, real: Tensor | None = None) -> Tensor:
         """Gamma ``[batch, pos, C]``."""
@@ -192,6 +200,7 @@ class Shared(ImportanceSpec):
     """One MLP ``d_in -> hidden -> C`` for all subcomponents of a site."""
 
     hidden: int = 256
+    start: float = 1.0
 
     def __post_init__(self) -> None:
         _positive(hidden=self.hidden)
@@ -209,7 +218,7 @@ class SharedImportance(nn.Module):
         self.W1 = nn.Parameter(normal(d_in, spec.hidden, std=(2 / d_in) ** 0.5))
         self.b1 = nn.Parameter(normal(spec.hidden, std=0.0))
         self.W2 = nn.Parameter(normal(spec.hidden, C, std=spec.hidden**-0.5))
-        self.b2 = nn.Parameter(normal(C, std=0.0))
+        self.b2 = nn.Parameter(normal(C, std=0.0, mean=spec.start))
 
     def forward(self, x: Tensor, inner: Tensor, real: Tensor | None = None) -> Tensor:
         """Gamma ``[batch, pos, C]``."""
@@ -229,6 +238,7 @@ class Attention(ImportanceSpec):
     d_attn: int | None = None
     relative: Literal["vector", "scalar"] = "vector"
     backend: Backend = "auto"
+    start: float = 1.0
 
     def __post_init__(self) -> None:
         _positive(d_gate=self.d_gate, d_attn=self.d_attn)
@@ -255,7 +265,7 @@ class AttentionImportance(nn.Module):
         self.absolute = nn.Parameter(normal(n_ctx, d_in, std=0.02))
         shape = (2 * n_ctx, d_attn) if spec.relative == "vector" else (2 * n_ctx,)
         self.relative = nn.Parameter(normal(*shape, std=0.02))
-        self.gates = _Gates(2 * d_in, spec.d_gate, C, normal)
+        self.gates = _Gates(2 * d_in, spec, C, normal)
 
     def forward(
         self,

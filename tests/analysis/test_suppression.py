@@ -131,6 +131,50 @@ def test_several_candidates_of_one_site_and_an_early_end() -> None:
             select_by_effect(model, pool, tokens, answer, **settings)
 
 
+def test_the_greedy_choice_spares_the_answers_it_is_told_to() -> None:
+    """Every round minimises what is left of the answer plus the mean change of the spared answers, and ends at the best."""
+    model, tokens, answer = tiny_host(), tiny_tokens(1), 1
+    pool = random_directions(
+        model, {"blocks.0.mlp.W_in": 3, "blocks.1.attn.W_V": 3}, torch.Generator().manual_seed(4), True
+    )
+    spare = [(tiny_tokens(1, 4, seed=7), 2), (tiny_tokens(1, 3, seed=8), 5)]
+    texts, answers = zip(*spare, strict=True)
+    with unchanged(model):
+        table = select_by_effect(model, pool, tokens, answer, 6, spare=texts, spare_answers=answers, max_rows=4)
+
+    def cost(taken: set[tuple[str, int]]) -> tuple[float, float]:
+        names = {name for name, _ in taken}
+        host = swapped(model, {name: pool[name][[i for n, i in sorted(taken) if n == name]] for name in names})
+        left = probability(host, tokens, answer) / probability(model, tokens, answer)
+        moved = [abs(probability(host, *one) / probability(model, *one) - 1) for one in spare]
+        return left, sum(moved) / 2
+
+    every = {(name, index) for name in pool for index in range(3)}
+    taken: set[tuple[str, int]] = set()
+    for row in table.itertuples():
+        costs = {one: cost(taken | {one}) for one in every - taken}
+        best = min(costs, key=lambda one: sum(costs[one]))
+        assert (row.site, row.index) == best
+        assert (row.ratio, row.change) == pytest.approx(costs[best], rel=1e-9)
+        taken.add(best)
+    assert 0 < len(table) < 6
+    assert min(sum(cost(taken | {one})) for one in every - taken) >= sum(cost(taken))
+    alone = select_by_effect(model, pool, tokens, answer, 6)
+    assert chosen(alone) != chosen(table)  # sparing makes a difference here
+    assert alone.change.eq(0).all()
+
+
+def test_controls_spare_the_same_prompts() -> None:
+    model, name = tiny_host(), "blocks.0.mlp.W_in"
+    run = tiny_run(model, name, C=9)
+    table = control_table(model, run, {name: [1, 8]}, PROMPTS, ANSWERS, effort=Effort({name: 9}, 1, (0, 2)), draws=1)
+    pool = random_directions(model, {name: 9}, torch.Generator().manual_seed(0))
+    spare = dict(spare=[PROMPTS[0], PROMPTS[2]], spare_answers=[ANSWERS[0], ANSWERS[2]])
+    wanted = select_by_effect(model, pool, PROMPTS[1], ANSWERS[1], 2, **spare)
+    row = table[(table.control == "best random") & (table.prompt == table.prompt[1])].iloc[0]
+    assert row.ratio == pytest.approx(wanted.ratio.iloc[-1] if len(wanted) else 1.0, rel=1e-6)
+
+
 def test_selection_by_importance_by_hand() -> None:
     g = {"a": torch.tensor([[[0.0, 1.0, 0.3], [0.1, 0.0, 0.3]]]), "b": torch.tensor([[[1.0, 0.2], [0.5, 0.2]]])}
     table = select_by_importance(g, 3)
@@ -211,7 +255,8 @@ def test_control_settings_that_are_refused() -> None:
         ({"draws": 0}, "found draws=0"),
         ({"others": {"random": {}}}, "others has 'random'"),
         ({"others": {"best x": {}}}, "others has 'best x'"),
-        ({"effort": Effort({}, prompt=3)}, "effort.prompt is 3; there are 3 prompts"),
+        ({"effort": Effort({}, prompt=3)}, "effort names the prompt 3; there are 3 prompts"),
+        ({"effort": Effort({}, spare=(0, -1))}, "effort names the prompt -1; there are 3 prompts"),
         ({"effort": Effort({"blocks.0.attn.X": 1})}, "no site 'blocks.0.attn.X'"),
     ]:
         with unchanged(model), pytest.raises(ValueError, match=message):

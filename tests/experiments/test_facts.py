@@ -18,16 +18,20 @@ from torch import Tensor
 import tl_spd as spd
 from tests.tiny import tiny_host, tiny_tokenizer, unchanged, with_weights
 from tl_spd import cli
+from tl_spd.analysis.suppression import select_by_effect
 from tl_spd.experiments import facts as experiment
 from tl_spd.experiments.facts import TABLES, FactsResult, FactsSettings, run_facts
 from tl_spd.experiments.facts_data import PAIR, SHIPPED, Fact, FactSet
-from tl_spd.experiments.facts_steps import check_facts, summarize
+from tl_spd.experiments.facts_steps import check_facts, spared_facts, summarize
 from tl_spd.sites import HookedTransformer, weight
+from tl_spd.suppress import subcomponent_directions
 
 SETTINGS: dict[str, Any] = {
     "steps": 5,
     "C": 5,
-    "importance": spd.Vector(d_gate=2),
+    "importance": spd.Vector(d_gate=2, start=0.0),
+    "init": "svd",
+    "spared": 0,
     "warmup": spd.FaithfulnessWarmup(steps=5),
     "k": 2,
     "candidates": 6,
@@ -157,7 +161,7 @@ def test_presets_differ_in_what_they_cost_alone() -> None:
     assert (quick.losses, quick.optimizer) == (cpu.losses, cpu.optimizer)
     with pytest.raises(ValueError, match="No preset 'slow'"):
         FactsSettings.preset("slow")
-    with pytest.raises(ValueError, match="must be at least 1, found 0"):
+    with pytest.raises(ValueError, match="must be at least 1 and spared at least 0, found 0"):
         replace(quick, k=0)
 
 
@@ -269,6 +273,34 @@ def test_controls_of_a_choice_by_effect_are_the_best_of_as_many(case: tuple) -> 
         assert ratios[control] == pytest.approx(best, rel=1e-4)
     assert {"best random", "best random matched"} <= set(ratios.index)
     assert "other prompt's candidates" not in set(rows.control)
+
+
+def test_spared_facts_are_known_ones_spread_evenly() -> None:
+    known = pd.DataFrame(
+        {"part": ["pair", *["facts"] * 9], "known": [True] * 3 + [False] + [True] * 6, "prompt": [*"abcdefghij"]}
+    )
+    assert spared_facts(known, 3).prompt.tolist() == ["b", "e", "g"]  # of b c e f g h i j, every second
+    assert spared_facts(known, 9).prompt.tolist() == ["b", "e", "g", "i"]
+    assert spared_facts(known, 0).empty
+
+
+def test_spared_facts_are_asked_for_in_the_choice_and_counted_apart(case: tuple) -> None:
+    model, settings, _, _ = case
+    first = settings.facts.pair[0]
+    result = run_facts(replace(settings, spared=1), progress=False, model=model)
+    spared = spared_facts(result.known, 1)
+    groups = result.effects.drop_duplicates("prompt").set_index("prompt").group
+    assert groups[groups == "spared"].index.tolist() == spared.prompt.tolist()
+    assert groups.tolist().count("facts") == 3
+    pool = result.unique[result.unique.prompt == first.prompt]
+    indices = {site: sorted(set(rows.subcomponent)) for site, rows in pool.groupby("site", sort=False)}
+    spare = dict(spare=spared.prompt.tolist(), spare_answers=spared.answer.tolist())
+    directions = subcomponent_directions(result.run, indices)
+    wanted = select_by_effect(model, directions, first.prompt, first.answer, settings.k, **spare)
+    found = result.selections[(result.selections.target == first.prompt) & (result.selections.choice == "effect")]
+    assert found.site.tolist() == wanted.site.tolist()
+    assert found.ratio.tolist() == pytest.approx(wanted.ratio.tolist(), rel=1e-4)
+    assert found["index"].tolist() == [indices[row.site][row["index"]] for _, row in wanted.iterrows()]
 
 
 def test_the_summary_is_means_and_intervals_over_prompts() -> None:

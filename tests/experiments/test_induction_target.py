@@ -69,7 +69,7 @@ def test_randomness_comes_from_the_generator_alone() -> None:
 
 
 def test_impossible_requests_are_refused() -> None:
-    with pytest.raises(ValueError, match="length >= 3"):
+    with pytest.raises(ValueError, match="length at least 3"):
         InductionTask(length=2)
     with pytest.raises(ValueError, match="at least 1"):
         TASK.sample(0, generator())

@@ -4,8 +4,9 @@
 2. Controls for k subcomponents: as many random directions (several draws), random read directions with what the weight
    makes of them, the largest singular directions, and subcomponents of other prompts.
 3. Selection: at most k candidates by importance alone, or greedily by effect: every round tries each remaining candidate
-   beside those taken, and takes the one that leaves the answer least probable, while that lowers it. Controls get the
-   same effort: the same greedy choice from as many random or singular directions as subcomponents were tried.
+   beside those taken, and takes the one that leaves the answer least probable, while that lowers it; or, where other
+   prompts are to be spared, the one with the least sum of what is left of the answer and what changes in theirs. Controls
+   get the same effort: the same greedy choice from as many random or singular directions as subcomponents were tried.
 4. Trials are stacked: a row takes ``sum_k (x . r_k) s_k w_k`` off a site's output, which is what the suppressed weight does.
 
 Source: the paper on transformers suppresses subcomponents; the controls and the equal effort are this library's.
@@ -25,6 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_spd.analysis.prompts import Prompt, as_prompts, standing, standings
+from tl_spd.checks import check_finite, check_whole
 from tl_spd.components import Components
 from tl_spd.run import Run
 from tl_spd.sites import Hook, HookedTransformer, all_sites, weight
@@ -109,10 +111,12 @@ class Effort:
     Attributes:
         tried: site name -> how many candidates were tried there.
         prompt: the place in the list of prompts of the one whose answer was to become less probable.
+        spare: the places of those whose answers were to stay as they are.
     """
 
     tried: Mapping[str, int]
     prompt: int = 0
+    spare: Sequence[int] = ()
 
 
 def control_table(
@@ -145,12 +149,14 @@ def control_table(
     Raises:
         ValueError, IndexError: what does not fit the host or the Run, before any pass.
     """
+    check_whole(draws=draws, seed=seed, max_rows=max_rows)
     asked, others = as_prompts(model, prompts, answers), others or {}
     if draws < 1 or (taken := [name for name in others if name in CONTROLS or name.startswith("best ")]):
         found = f"draws={draws}" if draws < 1 else f"others has {taken[0]!r}"
         raise ValueError(f"draws must be at least 1 and names of others new ones; found {found}.")
-    if effort is not None and not 0 <= effort.prompt < len(asked):
-        raise ValueError(f"effort.prompt is {effort.prompt}; there are {len(asked)} prompts, the first is 0.")
+    places = [] if effort is None else [effort.prompt, *effort.spare]
+    if outside := [place for place in places if not 0 <= place < len(asked)]:
+        raise ValueError(f"effort names the prompt {outside[0]}; there are {len(asked)} prompts, the first is 0.")
     own = subcomponent_directions(run, subcomponents)
     check_directions(model, own)
     given = {name: subcomponent_directions(run, indices) for name, indices in others.items()}
@@ -159,7 +165,8 @@ def control_table(
     sets += _controls(model, counts, given, draws, seed, "")
     if effort is not None:
         pools = _controls(model, effort.tried, given, draws, seed, "best ")
-        trials = [(labels, _Trials(model, asked[effort.prompt], pool, max_rows)) for labels, pool in pools]
+        spare = [asked[place] for place in effort.spare]
+        trials = [(labels, _Trials(model, asked[effort.prompt], pool, max_rows, spare)) for labels, pool in pools]
         sets += [(labels, trial.best(sum(counts.values()))) for labels, trial in trials]
     return _effects(model, asked, sets, sequential, max_rows)
 
@@ -191,7 +198,7 @@ def select_by_importance(
     k: int,
     candidates: Mapping[str, Sequence[int]] | None = None,
 ) -> pd.DataFrame:
-    """The at most ``k`` most important candidates: by the largest importance anywhere, ties by the mean, then by order.
+    """The at most ``k`` most important candidates: by the largest importance at a real token, ties by the mean, then by order.
 
     Importances are cut off at 1, where ties are common; ``importances.pre`` orders in the same way without the cut.
 
@@ -207,10 +214,16 @@ def select_by_importance(
     _check_k(k)
     rows = []
     every = {name: range(g.shape[-1]) for name, g in importances.items()}
+    real = getattr(importances, "real", None)
     for name, indices in (every if candidates is None else candidates).items():
         if name not in importances:
             raise ValueError(f"There are no importances of {name}, only of {list(importances)}.")
-        g = importances[name].flatten(0, 1)
+        check_finite(f"The importances of {name}", importances[name])
+        g = importances[name].flatten(0, 1) if real is None else importances[name][real]
+        if not len(g):
+            raise ValueError(
+                f"{name}: there is no real token among importances of shape {tuple(importances[name].shape)}."
+            )
         if outside := [index for index in indices if index not in range(g.shape[1])]:
             raise IndexError(f"{name} has subcomponents 0 to {g.shape[1] - 1}; found {outside}.")
         largest, mean = g.max(0).values.tolist(), g.double().mean(0).tolist()
@@ -228,23 +241,29 @@ def select_by_effect(
     answer: int | str,
     k: int,
     *,
+    spare: Sequence[str | Tensor] = (),
+    spare_answers: Sequence[int | str] = (),
     max_rows: int = 32,
 ) -> pd.DataFrame:
     """At most ``k`` of ``directions`` (site name -> candidates), chosen greedily to make ``answer`` improbable.
 
-    Suppression of those chosen is simultaneous. The choice ends early where no candidate lowers the probability.
+    Suppression of those chosen is simultaneous. The choice minimises ``ratio + change`` and ends early where no candidate
+    lowers it.
 
     Args:
+        spare: prompts whose answers ``spare_answers`` are to keep their probabilities.
         max_rows: how many trials are stacked at most.
 
     Returns:
         One row per round: ``round`` (from 1), ``site, index`` (of the candidate), ``p`` (the answer's probability with all
-        chosen so far suppressed), ``ratio`` (to its probability with none), ``tried`` (trials made up to this round).
+        chosen so far suppressed), ``ratio`` (to its probability with none), ``change`` (the mean of ``|ratio - 1|`` over
+        the spared prompts; 0 without any), ``tried`` (trials made up to this round).
 
     Raises:
         ValueError: ``k`` or ``max_rows`` below 1, or what does not fit the host.
     """
-    return _Trials(model, as_prompts(model, [prompt], [answer])[0], directions, max_rows).select(k)
+    spared = as_prompts(model, spare, spare_answers) if len(spare) or len(spare_answers) else []
+    return _Trials(model, as_prompts(model, [prompt], [answer])[0], directions, max_rows, spared).select(k)
 
 
 def chosen(selection: pd.DataFrame) -> dict[str, list[int]]:
@@ -253,6 +272,7 @@ def chosen(selection: pd.DataFrame) -> dict[str, list[int]]:
 
 
 def _check_k(k: int) -> None:
+    check_whole(k=k)
     if k < 1:
         raise ValueError(f"k must be at least 1 direction, found {k}.")
 
@@ -260,10 +280,23 @@ def _check_k(k: int) -> None:
 class _Trials:
     """Simultaneous suppressions of one prompt, each its own row, on a twin whose weights stay as they are."""
 
-    def __init__(self, model: HookedTransformer, prompt: Prompt, directions: Mapping[str, Directions], max_rows: int):
+    def __init__(
+        self,
+        model: HookedTransformer,
+        prompt: Prompt,
+        directions: Mapping[str, Directions],
+        max_rows: int,
+        spare: Sequence[Prompt] = (),
+    ):
+        check_whole(max_rows=max_rows)
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1 trial, found {max_rows}.")
-        self.twin, self.prompt, self.directions, self.max_rows = make_twin(model), prompt, directions, max_rows
+        self.twin, self.prompts, self.directions, self.max_rows = (
+            make_twin(model),
+            [prompt, *spare],
+            directions,
+            max_rows,
+        )
         self.names = [(name, index) for name, pool in directions.items() for index in range(len(pool))]
         self.parts: dict[str, Components] = {}
         for site in check_directions(model, directions):
@@ -273,11 +306,12 @@ class _Trials:
             self.parts[site.name] = Components(site, r, w * strength[:, None])
 
     @torch.no_grad()
-    def p(self, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "rows"]:
-        """The answer's probability with each row's candidates suppressed."""
-        return torch.cat([self._p(part) for part in taken.split(self.max_rows)])
+    def p(self, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "prompts rows"]:
+        """The answers' probabilities with each row's candidates suppressed: the prompt's, then those of the spared ones."""
+        parts = taken.split(self.max_rows)
+        return torch.stack([torch.cat([self._p(prompt, part) for part in parts]) for prompt in self.prompts])
 
-    def _p(self, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "rows"]:
+    def _p(self, prompt: Prompt, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "rows"]:
         sites = [parts.site for parts in self.parts.values()]
         masks = taken[:, None].split([parts.C for parts in self.parts.values()], dim=-1)
         reader = Reader(self.twin, sites)
@@ -289,31 +323,34 @@ class _Trials:
         pairs = zip(self.parts.values(), masks, strict=True)
         hooks: list[Hook] = [write_hook(self.twin, parts.site, without(parts, mask)) for parts, mask in pairs]
         try:
-            logits = self.twin.run_with_hooks(self.prompt.tokens.expand(taken.shape[0], -1), fwd_hooks=hooks)
+            logits = self.twin.run_with_hooks(prompt.tokens.expand(taken.shape[0], -1), fwd_hooks=hooks)
         finally:
             reader.remove()
-        answers = torch.full((taken.shape[0],), self.prompt.answer, device=logits.device)
+        answers = torch.full((taken.shape[0],), prompt.answer, device=logits.device)
         return standing(logits[:, -1], answers)[0].exp()
 
     def select(self, k: int) -> pd.DataFrame:
         """The greedy choice, see :func:`select_by_effect`."""
         _check_k(k)
-        device = self.prompt.tokens.device
+        device = self.prompts[0].tokens.device
         one_each = torch.eye(len(self.names), dtype=torch.bool, device=device)
         taken = torch.zeros(len(self.names), dtype=torch.bool, device=device)
-        before = now = self.p(taken[None]).item()
-        rows: list[tuple[int, str, int, float, float, int]] = []
-        tried = 0
+        before = self.p(taken[None])
+        rows: list[tuple[int, str, int, float, float, float, int]] = []
+        tried, least = 0, 1.0
         while len(rows) < k and not bool(taken.all()):
             left = (~taken).nonzero()[:, 0]
             p = self.p(taken | one_each[left])
+            ratio, change = p[0] / before[0], (p[1:] / before[1:] - 1).abs().sum(0) / max(1, len(p) - 1)
             tried += len(left)
-            if not p.min().item() < now:
+            best = int((ratio + change).argmin())
+            if not (ratio + change)[best].item() < least:
                 break
-            best, now = int(left[p.argmin()]), p.min().item()
-            taken[best] = True
-            rows.append((len(rows) + 1, *self.names[best], now, now / before, tried))
-        return pd.DataFrame(rows, columns=["round", "site", "index", "p", "ratio", "tried"])
+            least = (ratio + change)[best].item()
+            taken[left[best]] = True
+            numbers = (p[0, best].item(), ratio[best].item(), change[best].item(), tried)
+            rows.append((len(rows) + 1, *self.names[int(left[best])], *numbers))
+        return pd.DataFrame(rows, columns=["round", "site", "index", "p", "ratio", "change", "tried"])
 
     def best(self, k: int) -> dict[str, Directions]:
         """The directions that :meth:`select` chooses."""

@@ -5,15 +5,17 @@
 2. Sites of early layers are decomposed on the pair's prompts (without the answers), scored at all positions, with Vector
    importances and the paper's losses, the partial ones among them.
 3. Subcomponents unique to each prompt are listed by token. The ``candidates`` of them with the largest importance before its
-   cut at 1 are kept; at most ``k`` of these are suppressed, chosen by importance alone, and greedily by effect on the fact.
+   cut at 1 are kept; at most ``k`` of these are suppressed, chosen by importance alone, and greedily by effect on the fact
+   while ``spared`` facts are to stay as they are. Those are left out of the fact set.
 4. Effects on the fact, the other fact, the reversed questions and the fact set, beside controls of the same size (random,
    singular and the other prompt's directions), and where the choice was by effect, controls chosen with the same effort.
 5. Causal traces of both prompts, a zero-out sweep, the evaluation of the Run.
 
 Presets: ``quick`` (layers 0-2, about 15 minutes on two cores), ``cpu`` (layers 0-5, under 60), ``gpt2`` (the paper's settings:
 every block of GPT-2 small, for a GPU with 80 GB). Source: the paper's experiment on facts. Where this departs from it: the
-presets for two cores have fewer layers and steps and a small d_gate, start from singular vectors, and move components more
-slowly than importances, since real weights bear only small steps; controls and equal effort are this library's.
+presets for two cores have fewer layers and steps and a small d_gate, start with one subcomponent for each input that the
+pair brings, and move components more slowly than importances, since real weights bear only small steps; controls, equal
+effort and spared facts are this library's.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from tl_spd.analysis.activity import unique_subcomponents, unique_to_prompts
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.analysis.tracing import causal_trace
 from tl_spd.analysis.zero_out import zero_out
+from tl_spd.checks import check_shares
 from tl_spd.components import Init
 from tl_spd.experiments.facts_data import IN_PAPERS_WORDS, SHIPPED, FactSet
-from tl_spd.experiments.facts_steps import check_facts, choose, measure_suppression, summarize, tokenize
+from tl_spd.experiments.facts_steps import check_facts, choose, measure_suppression, spared_facts, summarize, tokenize
 from tl_spd.hosts import load_host
 from tl_spd.importance import ImportanceSpec, Vector
 from tl_spd.losses import LossTerm, paper_losses
@@ -60,6 +63,7 @@ class FactsSettings:
         device: where the host goes (None: a GPU if there is one).
         k: how many directions are suppressed at most.
         candidates: how many of the subcomponents unique to a prompt are tried, those of largest importance.
+        spared: how many known facts the choice by effect is to leave alone.
         threshold: importance above which a subcomponent is active.
         control_draws: draws of random controls.
         trace_draws: noise draws of the causal traces.
@@ -72,23 +76,25 @@ class FactsSettings:
     device: str | None = None
     C: int | Mapping[str, int] = 600
     importance: ImportanceSpec = field(default_factory=lambda: Vector(d_gate=4))
-    init: Init = "svd"
+    init: Init = "inputs"
     losses: tuple[LossTerm, ...] = field(default_factory=lambda: paper_losses("gpt2"))
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-3, component_lr=1e-4))
     schedule: Schedule = field(default_factory=Schedule)
     warmup: FaithfulnessWarmup = field(default_factory=FaithfulnessWarmup)
     k: int = 4
     candidates: int = 64
+    spared: int = 8
     threshold: float = 0.0
     control_draws: int = 5
     trace_draws: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.k, self.candidates, self.control_draws, self.trace_draws) < 1:
+        check_shares("threshold", [self.threshold])
+        if min(self.k, self.candidates, self.control_draws, self.trace_draws) < 1 or self.spared < 0:
             raise ValueError(
-                f"k, candidates, control_draws and trace_draws must be at least 1, found {self.k}, {self.candidates}, "
-                f"{self.control_draws} and {self.trace_draws}."
+                f"k, candidates, control_draws and trace_draws must be at least 1 and spared at least 0, found {self.k}, "
+                f"{self.candidates}, {self.control_draws}, {self.trace_draws} and {self.spared}."
             )
 
     @classmethod
@@ -100,8 +106,8 @@ class FactsSettings:
         """
         small = {"*": 600, "*.W_[KV]": 200}  # a little above SmolLM2's ranks of 576 and 192
         presets = {
-            "quick": cls(("blocks.[0-2].mlp.W_*",), steps=500, control_draws=2, trace_draws=4),
-            "cpu": cls(_layers("[0-5]"), steps=500, C=small),
+            "quick": cls(("blocks.[0-2].mlp.W_*",), steps=150, control_draws=2, trace_draws=4),
+            "cpu": cls(_layers("[0-5]"), steps=150, C=small),
             "gpt2": cls(
                 _layers("*"),
                 steps=20_000,
@@ -133,7 +139,7 @@ class FactsResult:
         active: ``site, threshold, min_fraction, unique, C``; ``unique`` counts subcomponents active anywhere on the pair.
         unique: ``prompt, position, token, site, subcomponent, value``: what is active on one prompt only, and where.
         selections: ``target, choice`` (importance or effect), ``round, site, index, position, token`` (where it is most
-            important), ``importance`` (before the cut at 1), and for the choice by effect ``p, ratio, tried``.
+            important), ``importance`` (before the cut at 1), and for the choice by effect ``p, ratio, change, tried``.
         effects: ``target, choice, group`` and the columns of :func:`~tl_spd.analysis.suppression.control_table`.
         summary: see :func:`~tl_spd.experiments.facts_steps.summarize`.
         trace: ``prompt`` and the columns of :func:`~tl_spd.analysis.tracing.causal_trace`.
@@ -250,10 +256,12 @@ def run_facts(
     out: str | Path | None = None,
     progress: bool = True,
     model: HookedTransformer | None = None,
+    resume: bool = False,
 ) -> FactsResult:
     """Check the facts, decompose on the pair, suppress, trace, zero out, evaluate; write everything to ``out`` if given.
 
-    ``model``: a host that is loaded already, in the place of ``settings.host``.
+    ``model``: a host that is loaded already, in the place of ``settings.host``. An interrupt of the decomposition is kept in
+    ``out/run/checkpoint``; ``resume`` goes on from there.
 
     Raises:
         ValueError: as :func:`~tl_spd.experiments.facts_steps.check_facts`, before the decomposition.
@@ -264,17 +272,19 @@ def run_facts(
     known = check_facts(model, settings.facts)
     clock("facts")
     tokens, mask = tokenize(model, [fact.prompt for fact in settings.facts.pair])
-    run = _decompose(model, settings, tokens, mask, progress)
+    kept = None if out is None else Path(out) / "run"
+    run = _decompose(model, settings, tokens, mask, progress=progress, out=kept, resume=resume)
     clock("decomposition")
     importances = run.importances(model, tokens, mask)
     unique = _named(model, settings, unique_to_prompts(importances, tokens, importances.real, settings.threshold))
+    spare = spared_facts(known, settings.spared)
     choices = []
     for row, fact in enumerate(settings.facts.pair):
         own = {name: pre[row : row + 1, : int(mask[row].sum())] for name, pre in importances.pre.items()}
         mine = unique[unique.prompt == fact.prompt]
-        choices.append(choose(model, run, fact, own, mine, settings.k, settings.candidates))
+        choices.append(choose(model, run, fact, own, mine, settings.k, settings.candidates, spare))
     clock("selection")
-    effects = measure_suppression(model, run, choices, known, settings.control_draws, settings.seed)
+    effects = measure_suppression(model, run, choices, known, spare, settings.control_draws, settings.seed)
     clock("effects")
     trace, swept = _trace(model, settings), _zero_out(model, settings)
     clock("tracing")
@@ -295,7 +305,7 @@ def _host(settings: FactsSettings) -> HookedTransformer:
     return load_host(settings.host, device=device)
 
 
-def _decompose(model: HookedTransformer, settings: FactsSettings, tokens: Tensor, mask: Tensor, progress: bool) -> Run:
+def _decompose(model: HookedTransformer, settings: FactsSettings, tokens: Tensor, mask: Tensor, **how: Any) -> Run:
     return decompose(
         model,
         (tokens, mask),
@@ -309,7 +319,7 @@ def _decompose(model: HookedTransformer, settings: FactsSettings, tokens: Tensor
         schedule=settings.schedule,
         warmup=settings.warmup,
         seed=settings.seed,
-        progress=progress,
+        **how,
     )
 
 

@@ -230,7 +230,7 @@ class FactSet:
         except (TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{path} holds no facts ({error}). Wanted {{pair, reversed, facts}}, each a list of {{prompt, answer, "
-                "subject, relation}}; the last two may be left out, but for the pair's subject."
+                "subject, relation}; the last two may be left out, but for the pair's subject."
             ) from error
 
 

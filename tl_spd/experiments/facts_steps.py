@@ -3,6 +3,7 @@
 1. A fact is known where its answer is one token and no token is more probable behind the prompt.
 2. For each fact of the pair, subcomponents unique to its prompt are ordered by importance before its cut at 1. The largest are
    the candidates; at most k of them are suppressed, chosen by importance alone and greedily by effect on the fact.
+   The greedy choice also has to leave some of the known facts alone; those are spared ones and counted apart.
 3. Effects and controls come from :mod:`tl_spd.analysis.suppression`; groups of prompts are summarised by mean ratios.
 
 Source: the paper's experiment on facts; controls and equal effort are this library's. Approximations: none.
@@ -26,7 +27,20 @@ from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, one_token
 from tl_spd.suppress import subcomponent_directions
 
-SELECTIONS = ["target", "choice", "round", "site", "index", "position", "token", "importance", "p", "ratio", "tried"]
+SELECTIONS = [
+    "target",
+    "choice",
+    "round",
+    "site",
+    "index",
+    "position",
+    "token",
+    "importance",
+    "p",
+    "ratio",
+    "change",
+    "tried",
+]
 EFFECTS = ["target", "choice", "group", "control", "draw", "directions", "prompt", "answer", "rank_after", "ratio"]
 SUMMARY = ["directions", "draws", "prompts", "ratio", "ci_low", "ci_high", "worst", "change", "first"]
 _KEYS = ["target", "choice", "control", "group"]
@@ -106,6 +120,7 @@ def choose(
     unique: pd.DataFrame,
     k: int,
     candidates: int,
+    spare: pd.DataFrame,
 ) -> Choices:
     """At most ``k`` subcomponents unique to the prompt of ``fact``, by importance alone and greedily by effect.
 
@@ -113,6 +128,7 @@ def choose(
         importances: ``[batch, pos, C]`` per site before the cut at 1.
         unique: the rows of ``FactsResult.unique`` that are this prompt's.
         candidates: how many are tried by effect: those of largest importance.
+        spare: rows of ``FactsResult.known``: facts that the choice by effect is to leave alone.
     """
     unique_indices = {site: sorted(set(rows.subcomponent)) for site, rows in unique.groupby("site", sort=False)}
     order = select_by_importance(importances, candidates, unique_indices)
@@ -120,7 +136,15 @@ def choose(
     best = order.head(k)
     found = {"importance": best}
     if pool:
-        greedy = select_by_effect(model, subcomponent_directions(run, pool), fact.prompt, fact.answer, k)
+        greedy = select_by_effect(
+            model,
+            subcomponent_directions(run, pool),
+            fact.prompt,
+            fact.answer,
+            k,
+            spare=spare.prompt.tolist(),
+            spare_answers=spare.answer.tolist(),
+        )
         greedy["index"] = [pool[row.site][row["index"]] for _, row in greedy.iterrows()]
         found["effect"] = greedy.merge(order[["site", "index", "importance"]], on=["site", "index"])
     strongest = unique.sort_values("value", ascending=False, kind="stable").drop_duplicates(["site", "subcomponent"])
@@ -130,15 +154,28 @@ def choose(
     return Choices(pool, {c: chosen(t) for c, t in found.items() if len(t)}, table.reindex(columns=SELECTIONS))
 
 
+def spared_facts(known: pd.DataFrame, count: int) -> pd.DataFrame:
+    """``count`` rows of the known facts in ``known``, evenly spaced; fewer where there are not twice as many."""
+    facts = known[(known.part == "facts") & known.known]
+    return facts.iloc[:: max(2, len(facts) // max(1, count))].head(count)
+
+
 def measure_suppression(
-    model: HookedTransformer, run: Run, choices: Sequence[Choices], known: pd.DataFrame, draws: int, seed: int
+    model: HookedTransformer,
+    run: Run,
+    choices: Sequence[Choices],
+    known: pd.DataFrame,
+    spare: pd.DataFrame,
+    draws: int,
+    seed: int,
 ) -> pd.DataFrame:
     """The table ``FactsResult.effects``: each fact's choices beside controls, on the pair, the reversed questions, the facts.
 
     ``known`` is what :func:`check_facts` returned; the controls of a choice by effect are also chosen with the same effort.
-    ``group``: fact, other fact, reversed (the fact's own), other reversed, facts.
+    ``group``: fact, other fact, reversed (the fact's own), other reversed, spared (``spare``), facts.
     """
     asked = known[known.known | (known.part != "facts")]
+    places = [asked.index.get_loc(row) for row in spare.index]
     groups = (
         ["fact", "other fact", "reversed", "other reversed"],
         ["other fact", "fact", "other reversed", "reversed"],
@@ -146,11 +183,12 @@ def measure_suppression(
     tables = []
     for index, (own, other) in enumerate(zip(choices, reversed(choices), strict=True)):
         group = dict(zip(asked.prompt, groups[index] + ["facts"] * (len(asked) - 4), strict=True))
+        group |= dict.fromkeys(spare.prompt, "spared")
         for choice, indices in own.by.items():
             effort = None
             others = {_OTHER: other.by[choice]} if choice in other.by else {}
             if choice == "effect":
-                effort = Effort({site: len(pool) for site, pool in own.candidates.items()}, index)
+                effort = Effort({site: len(pool) for site, pool in own.candidates.items()}, index, places)
                 others |= {_POOL: other.candidates} if other.candidates else {}
             found = control_table(
                 model,

@@ -50,8 +50,8 @@ class InductionTask:
     def __post_init__(self) -> None:
         if self.vocab < 1 or self.length < 3:
             raise ValueError(
-                f"InductionTask(vocab={self.vocab}, length={self.length}): needs vocab >= 1 and length >= 3"
-                " (s, m and the final s)"
+                "InductionTask: vocab must be at least 1 and length at least 3 (s, m and the final s), "
+                f"found {self.vocab} and {self.length}."
             )
 
     @property
@@ -73,7 +73,7 @@ class InductionTask:
         uniform on `0..length-3`, so that m never is the final s. All randomness comes from `generator`.
         """
         if batch < 1:
-            raise ValueError(f"InductionTask.sample was asked for {batch} sequences: ask for at least 1")
+            raise ValueError(f"batch must be at least 1 sequence, found {batch}.")
         device = generator.device
         tokens = torch.randint(0, self.vocab, (batch, self.length), generator=generator, device=device)
         s1 = torch.randint(0, self.length - 2, (batch,), generator=generator, device=device)
@@ -143,18 +143,20 @@ class TargetSettings:
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "log_every", "warmup_steps", "decay_ramp"):
             if getattr(self, name) < 1:
-                raise ValueError(f"TargetSettings.{name} is {getattr(self, name)}: must be at least 1")
+                raise ValueError(f"TargetSettings: {name} must be at least 1, found {getattr(self, name)}.")
+        if not 0 <= self.lr < math.inf:
+            raise ValueError(f"TargetSettings: lr must be a number of at least 0, found {self.lr}.")
         if not self.null_keys >= 0:
-            raise ValueError(f"TargetSettings.null_keys is {self.null_keys}: must be at least 0")
+            raise ValueError(f"TargetSettings: null_keys must be at least 0, found {self.null_keys}.")
         if not 0 <= self.decay_fraction <= 1:
-            raise ValueError(f"TargetSettings.decay_fraction is {self.decay_fraction}: must lie in 0..1")
+            raise ValueError(f"TargetSettings: decay_fraction must be 0 to 1, found {self.decay_fraction}.")
 
     @classmethod
     def preset(cls, name: str, seed: int = 0) -> TargetSettings:
         """Settings by name: "quick" (about a minute on an idle core) or "cpu" (three times as long)."""
         presets = {"quick": cls(seed=seed), "cpu": cls(seed=seed, steps=30_000)}
         if name not in presets:
-            raise ValueError(f"no preset {name!r}: known are {sorted(presets)}")
+            raise ValueError(f"No preset {name!r}; there are {sorted(presets)}.")
         return presets[name]
 
     def lr_at(self, step: int) -> float:
@@ -299,7 +301,10 @@ def _optimiser(model: HookedTransformer, settings: TargetSettings) -> torch.opti
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     unknown = (set(settings.lr_factor) | set(settings.weight_decay)) - set(trained)
     if unknown:
-        raise ValueError(f"TargetSettings names {sorted(unknown)}; trained parameters are {sorted(trained)}")
+        raise ValueError(
+            f"TargetSettings: lr_factor and weight_decay may name the trained parameters {sorted(trained)}, "
+            f"found {sorted(unknown)}."
+        )
     groups = [{"params": [parameter], "name": name} for name, parameter in trained.items()]
     return torch.optim.Adam(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
@@ -338,6 +343,10 @@ def train_target(task: InductionTask, settings: TargetSettings, progress: bool =
         _decay(optimiser.param_groups, settings, decay_share, task.s_token)
         optimiser.step()
         losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise FloatingPointError(
+                f"Step {step}: the target's loss was not finite. Try a smaller lr in TargetSettings."
+            )
         accuracies.append((logits.argmax(-1) == answers).float().mean().item())
         if (step + 1) % settings.log_every == 0 or step + 1 == settings.steps:
             since = slice(int(rows[-1]["step"]) if rows else 0, None)
