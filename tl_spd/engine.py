@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
+from tl_spd.checks import check_finite, check_seen, check_whole
+from tl_spd.data import check_batch
 from tl_spd.importance import Importances
 from tl_spd.install import masked_output
 from tl_spd.masks import Pass, check_fits, check_masks
@@ -89,6 +91,7 @@ class Engine:
     """
 
     def __init__(self, model: HookedTransformer, run: Run, last_token_only: bool = False, max_rows: int | None = None):
+        check_whole(max_rows=max_rows)
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows must be at least 1 sequence, found {max_rows}.")
         self.model, self.run, self.last_token_only, self.max_rows = model, run, last_token_only, max_rows
@@ -109,6 +112,19 @@ class Engine:
             if "unembed.W_U" in self.sites:
                 seen.inputs["unembed.W_U"] = final_residual(self.twin, seen.output)
         return Batch(tokens, attention_mask, real, scored, seen, final)
+
+    def observe_checked(self, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None) -> Batch:
+        """As :meth:`observe`, after checking the batch, and that the original model is finite on it.
+
+        Raises:
+            ValueError, TypeError: see :func:`~tl_spd.data.check_batch`; also where nothing is scored.
+            FloatingPointError: names the first place of the original model that is not finite.
+        """
+        batch = self.observe(*check_batch((tokens, attention_mask), self.model))
+        check_seen(batch.seen, self.run.sites)
+        for name, value in zip(("W_U", "b_U"), unembedding(self.twin), strict=True):
+            check_finite(f"unembed.{name} of the host", value)
+        return batch
 
     def importances(self, batch: Batch) -> Importances:
         """Importances of the batch, with gradients where the Run's parameters have them."""

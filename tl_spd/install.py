@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tl_spd.checks import check_finite, check_shares
 from tl_spd.importance import Importances
 from tl_spd.masks import Pass, check_fits, check_masks, make_masks
 from tl_spd.run import Run
@@ -150,6 +151,9 @@ class _Installation:
     def __post_init__(self) -> None:
         counts = {name: parts.C for name, parts in self.run.components.items()}
         check_masks(self.given or {}, self.run.sites, counts)
+        check_shares("threshold", [self.threshold])
+        for name, value in (self.given or {}).items():
+            check_finite(f"importances[{name!r}]", value)
         if isinstance(self.masks, str):
             make_masks(self.masks, {}, self.generator)  # refuses unknown names and a missing generator
             if lacking := [s.name for s in self.sites if self.given is not None and s.name not in self.given]:
@@ -157,6 +161,8 @@ class _Installation:
             self.given = self.given and {site.name: self.given[site.name] for site in self.sites}
         else:
             check_masks(self.masks, self.sites, counts)
+            for name, mask in self.masks.items():
+                check_finite(f"The mask of {name}", mask)
             self.sites = [site for site in self.sites if site.name in self.masks]
         check_host(self.model, self.sites)
         if isinstance(self.masks, str) and self.masks != "ones" and self.given is None:

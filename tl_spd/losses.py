@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_spd.checks import check_whole
 from tl_spd.importance import Importances, upper
 from tl_spd.install import pass_hooks
 from tl_spd.masks import Pass, stochastic_mask
@@ -177,6 +178,7 @@ class _Sampled(ReconTerm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_whole(samples=self.samples)
         if self.samples < 1:
             raise ValueError(f"{type(self).__name__}: samples must be at least 1, found {self.samples}.")
 

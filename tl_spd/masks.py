@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tl_spd.checks import check_shares
 from tl_spd.sites import Hook, Site
 
 MASK_NAMES = ("importance", "stochastic", "ones", "rounded")
@@ -59,8 +60,9 @@ def make_masks(
     """Masks of the named ``kind`` for every site of ``importances``.
 
     Raises:
-        ValueError: an unknown kind, or a stochastic one without a generator.
+        ValueError: an unknown kind, a stochastic one without a generator, or a threshold outside [0, 1].
     """
+    check_shares("threshold", [threshold])
     if kind == "stochastic" and generator is None:
         raise ValueError(
             "masks='stochastic' needs a generator=torch.Generator(); the global random state is never used."

@@ -115,7 +115,7 @@ def test_unique_to_prompts_needs_activity_on_one_prompt_alone() -> None:
     without_first = torch.tensor([[False, True], [True, True]])  # then 2 is active on prompt 1 alone, at two tokens
     table = unique_to_prompts(G, TOKENS, without_first)
     assert list(zip(table.position, table.subcomponent, strict=True)) == [(0, 0), (0, 2), (1, 2)]
-    assert unique_to_prompts(G, TOKENS, threshold=2.0).empty
+    assert unique_to_prompts(G, TOKENS, threshold=1.0).empty
 
 
 def test_places_are_whole_numbers_also_where_a_site_is_never_active() -> None:

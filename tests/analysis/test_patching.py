@@ -345,7 +345,7 @@ def test_tables_that_do_not_fit() -> None:
     model = tiny_host("gpt2")
     run, metric = tiny_run(model, "blocks.0.attn.*"), answer_metric(model, 2)
     table = patch_subcomponents(model, run, CLEAN, CORRUPTED, metric)
-    none = patch_subcomponents(model, run, CLEAN, CORRUPTED, metric, threshold=5.0)
+    none = patch_subcomponents(model, run, CLEAN, CORRUPTED, metric, threshold=1.0)
     assert none.empty
     with pytest.raises(ValueError, match="no rows"):
         joint_shares(model, run, CLEAN, CORRUPTED, metric, none)

@@ -201,7 +201,7 @@ def test_the_curve_keeps_what_is_above_the_thresholds_given() -> None:
     model, tokens = tiny_host("gpt2"), tiny_tokens()
     run = tiny_run(model, "blocks.1.mlp.*")
     means = torch.cat([g.mean((0, 1)) for g in run.importances(model, tokens).values()])
-    table = rank1_curve(model, run, tokens, tau=0.0, thresholds=(0.0, 0.5, 2.0), points=1, seeds=())
+    table = rank1_curve(model, run, tokens, tau=0.0, thresholds=(0.0, 0.5, 1.0), points=1, seeds=())
     assert table[table.method == "spd"].kept.tolist() == [6, int((means > 0.5).sum()), 0]
     assert "random" not in set(table.method)
     with pytest.raises(ValueError, match="points must be at least 1, found 0"):

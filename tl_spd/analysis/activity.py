@@ -1,7 +1,8 @@
 """Activity: how many subcomponents are active where, which ones, and on which tokens.
 
 A subcomponent is active where its importance is above a threshold. It is *unique to* a prompt where it is active at some real
-token of that prompt and at no real token of the others. Source: tables 1a and 1b of the paper on transformers, and its
+token of that prompt and at no real token of the others. ``real`` says which tokens are no padding; by default the importances
+say so themselves, where they come from ``run.importances``. Source: tables 1a and 1b of the paper on transformers, and its
 subcomponents of single prompts. Approximations: none.
 """
 
@@ -13,6 +14,8 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from tl_spd.checks import check_finite, check_shares, check_whole
 
 
 def active_by_position(
@@ -28,6 +31,9 @@ def active_by_position(
     Returns:
         One row per site, position and threshold: ``site, position, threshold, active``.
     """
+    _checked(importances, None, thresholds)
+    for where in positions.values():
+        _checked(importances, where, thresholds, every=False)
     rows = []
     for site, g in importances.items():
         for threshold in thresholds:
@@ -50,6 +56,8 @@ def unique_subcomponents(
     Returns:
         One row per site and threshold: ``site, threshold, min_fraction, unique, C``.
     """
+    real = _checked(importances, real, thresholds)
+    check_shares("min_fraction", [min_fraction])
     rows = []
     for site, g in importances.items():
         tokens = g.flatten(0, 1) if real is None else g[real]
@@ -65,12 +73,19 @@ def l0(
     threshold: float = 0.0,
 ) -> dict[str, float]:
     """Mean number of active subcomponents per real token, per site."""
+    real = _checked(importances, real, [threshold])
     active = {site: (g > threshold).sum(-1).double() for site, g in importances.items()}
     return {site: (n if real is None else n[real]).mean().item() for site, n in active.items()}
 
 
 def one_hot_positions(indices: Tensor, length: int) -> Bool[Tensor, "batch pos"]:
-    """Marks position ``indices[b]`` of every sequence b, for :func:`active_by_position`."""
+    """Marks position ``indices[b]`` of every sequence b, for :func:`active_by_position`.
+
+    Raises:
+        ValueError: a position outside the sequence.
+    """
+    if not bool(((indices >= 0) & (indices < length)).all()):
+        raise ValueError(f"Positions must be 0 to {length - 1}, found {indices.tolist()}.")
     return torch.arange(length, device=indices.device)[None] == indices[:, None]
 
 
@@ -85,6 +100,7 @@ def l0_by_site(
         One row per threshold and site, and one per threshold with the sum over sites as site ``"all"``:
         ``site, threshold, l0``.
     """
+    _checked(importances, real, thresholds)
     rows = []
     for threshold in thresholds:
         counts = l0(importances, real, threshold)
@@ -104,6 +120,7 @@ def subcomponent_activity(
         One row per site, subcomponent and threshold: ``site, subcomponent, threshold, frequency`` (share of real tokens where
         its importance is above the threshold), ``mean_importance`` (over all real tokens, active or not).
     """
+    real = _checked(importances, real, thresholds)
     parts = []
     for site, g in importances.items():
         tokens = (g.flatten(0, 1) if real is None else g[real]).detach().double()
@@ -138,6 +155,7 @@ def top_examples(
     Raises:
         ValueError: ``k`` below 1, tokens of another shape than the importances.
     """
+    check_whole(k=k)
     if k < 1:
         raise ValueError(f"k must be at least 1 example, found {k}.")
     active = _active(importances, tokens, real, threshold)
@@ -167,6 +185,30 @@ def unique_to_prompts(
     return unique[["prompt", "position", "token", "site", "subcomponent", "value"]].reset_index(drop=True)
 
 
+def _checked(
+    importances: Mapping[str, Tensor], real: Tensor | None, thresholds: Sequence[float], every: bool = True
+) -> Bool[Tensor, "batch pos"] | None:
+    """Which tokens are real: as given, else as the importances say. ``every``: there must be such tokens.
+
+    Raises:
+        ValueError, TypeError: no site, no threshold or one outside [0, 1], a ``real`` that does not fit, no real token.
+        FloatingPointError: importances that are not finite.
+    """
+    check_shares("threshold", thresholds)
+    if not importances or not thresholds:
+        raise ValueError(f"Give at least one site and threshold, found {list(importances)} and {list(thresholds)}.")
+    real = getattr(importances, "real", None) if real is None else real
+    if real is not None and real.dtype != torch.bool:
+        raise TypeError(f"What is real, or at a position, is marked by booleans, found {real.dtype}; use .bool().")
+    for site, g in importances.items():
+        if real is not None and real.shape != g.shape[:2]:
+            raise ValueError(f"{site}: importances of shape {tuple(g.shape)} do not fit marks {tuple(real.shape)}.")
+        check_finite(f"The importances of {site}", g)
+        if every and not (g.shape[:2].numel() if real is None else bool(real.any())):
+            raise ValueError(f"{site}: there is no real token among importances of shape {tuple(g.shape)}.")
+    return real
+
+
 def _active(
     importances: Mapping[str, Float[Tensor, "batch pos C"]],
     tokens: Tensor,
@@ -174,6 +216,7 @@ def _active(
     threshold: float,
 ) -> pd.DataFrame:
     """Every (prompt, position, subcomponent) above ``threshold`` at a real token; ``order`` is the site's place."""
+    real = _checked(importances, real, [threshold], every=False)
     parts = []
     for order, (site, g) in enumerate(importances.items()):
         if g.shape[:2] != tokens.shape:

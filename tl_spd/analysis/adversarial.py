@@ -13,6 +13,7 @@ true worst case; it means little without the budget (steps, step size, what ``r`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -20,6 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from tl_spd.checks import check_whole
 from tl_spd.engine import Batch, Engine
 from tl_spd.masks import Pass, uniform
 
@@ -44,7 +46,8 @@ class Adversary:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or not self.step_size > 0:
+        check_whole(steps=self.steps, seed=self.seed)
+        if self.steps < 0 or not 0 < self.step_size < math.inf:
             raise ValueError(
                 f"Adversary: steps must be at least 0 and step_size above 0, found {self.steps} and {self.step_size}."
             )
@@ -96,7 +99,8 @@ def adversarial_recon(
         if step == 0 or history[-1] > best:
             best, worst = history[-1], {name: value.detach() for name, value in r.items()}
         if not last:
-            gradients = torch.autograd.grad(kl, list(r.values()))
+            whole = torch.full_like(kl, batch.scored.numel())  # a mean's gradients may be too small for float16
+            gradients = torch.autograd.grad(kl, list(r.values()), grad_outputs=whole)
             moved = zip(r.items(), gradients, strict=True)
             r = {name: (value.detach() + adversary.step_size * by.sign()).clamp(0, 1) for (name, value), by in moved}
     return Attack(best, tuple(history), worst)

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_spd.checks import check_whole
+from tl_spd.data import check_batch
 from tl_spd.install import Masks, decomposed
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, Site, find_sites, n_layers
@@ -51,9 +53,10 @@ def attention_kl(
     Returns:
         One row per layer and head: ``layer, head, kl`` (mean over real query positions), ``kl_last`` (last position only).
     """
-    original = attention_patterns(model, tokens)
+    tokens, _ = check_batch(tokens, model)
+    original = _patterns(model, tokens, "the original model")
     with decomposed(model, run, masks):
-        other = attention_patterns(model, tokens)
+        other = _patterns(model, tokens, "the decomposed model")
     real = padding_mask(model, tokens)
     rows = []
     for layer, pattern in original.items():
@@ -63,6 +66,16 @@ def attention_kl(
         for head in range(kl.shape[1]):
             rows.append((layer, head, mean[head].item(), kl[:, head, -1].mean().item()))
     return pd.DataFrame(rows, columns=["layer", "head", "kl", "kl_last"])
+
+
+def _patterns(model: HookedTransformer, tokens: Tensor, whose: str) -> dict[int, Tensor]:
+    """The patterns of every layer, after checking that real queries attend to something: scores that are not finite give 0."""
+    patterns, real = attention_patterns(model, tokens), padding_mask(model, tokens)
+    for layer, pattern in patterns.items():
+        empty = ~(pattern.sum(-1) > 0.5)
+        if bool(empty.any() if real is None else (empty & real[:, None]).any()):
+            raise FloatingPointError(f"Layer {layer}: the attention scores of {whose} are not finite on these tokens.")
+    return patterns
 
 
 @torch.no_grad()
@@ -92,8 +105,10 @@ def attention_without_positions(
         ValueError: a host without positional embeddings in the query's input at this layer; a layer, head or position that
             does not exist; a key behind its query.
     """
+    check_whole(layer=layer, head=head)
     site = _query_site(model, layer, head)
-    _check_positions(query, key, tokens.shape[1])
+    tokens, _ = check_batch(tokens, model)
+    _check_positions(query, key, tokens)
     with decomposed(model, run, masks) if run is not None else nullcontext():
         pattern, bare = _pattern_and_bare_query(model, tokens, site)
         without = _pattern_with_query(model, tokens, site, bare)
@@ -124,7 +139,13 @@ def _query_site(model: HookedTransformer, layer: int, head: int) -> Site:
     return site
 
 
-def _check_positions(query: Tensor, key: Tensor, length: int) -> None:
+def _check_positions(query: Tensor, key: Tensor, tokens: Tensor) -> None:
+    batch, length = tokens.shape
+    if query.shape != (batch,) or key.shape != (batch,):
+        raise ValueError(
+            f"query and key must be one position for each of the {batch} sequences, found shapes {tuple(query.shape)} and "
+            f"{tuple(key.shape)}."
+        )
     if wrong := [p for p in [*query.tolist(), *key.tolist()] if not 0 <= p < length]:
         raise ValueError(f"Positions must be 0 to {length - 1}, found {wrong[0]}.")
     if behind := [(i, j) for i, j in zip(query.tolist(), key.tolist(), strict=True) if j > i]:
@@ -142,7 +163,7 @@ def _pattern_and_bare_query(
         point = model.hook_dict[write_point(model, find_sites(model, "pos_embed.W_pos")[0])]
         handles.append(point.register_forward_hook(lambda module, args, value: added.update(positions=value)))
     try:
-        pattern = attention_patterns(model, tokens)[site.layer]
+        pattern = _patterns(model, tokens, "this model")[site.layer]
     finally:
         for handle in handles:
             handle.remove()

@@ -7,6 +7,7 @@ masking that a stated budget finds is reported too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from tl_spd.analysis.activity import l0
 from tl_spd.analysis.adversarial import Adversary, adversarial_recon
+from tl_spd.checks import check_shares, check_whole
 from tl_spd.engine import LOGIT_ELEMENTS, Batch, Engine
 from tl_spd.importance import Importances
 from tl_spd.install import decomposed
@@ -59,20 +61,25 @@ def evaluate(
         token.
 
     Raises:
-        ValueError: ``answers`` without ``last_token_only``.
+        ValueError, TypeError: ``answers`` without ``last_token_only`` or that are no tokens, thresholds outside [0, 1], tokens
+            or a mask that do not fit the host; before any pass.
+        FloatingPointError: a number is not finite; names the place in the original model, or the metric.
     """
     if answers is not None and not last_token_only:
         raise ValueError(
             "answers= is for last_token_only=True; where all positions are scored, the tokens themselves answer."
         )
-    engine = Engine(model, run, last_token_only, max_rows)
-    batch = engine.observe(tokens, attention_mask)
+    check_shares("threshold", thresholds)
+    check_whole(seed=seed, max_rows=max_rows)
+    stochastic, engine = StochasticRecon(samples=samples), Engine(model, run, last_token_only, max_rows)
+    _check_answers(engine, tokens, answers)
+    batch = engine.observe_checked(tokens, attention_mask)
     g = engine.importances(batch)
     generator = torch.Generator(tokens.device).manual_seed(seed)
     joint: dict[str, list[Pass]] = {
         "recon": [Pass(dict(g))],
         "unmasked": [Pass({name: torch.ones_like(value) for name, value in g.items()})],
-        "stochastic": StochasticRecon(samples=samples).passes(g, generator),
+        "stochastic": stochastic.passes(g, generator),
     }
     for threshold in thresholds:
         joint[f"rounded@{threshold:g}"] = [Pass({name: rounded_mask(value, threshold) for name, value in g.items()})]
@@ -83,7 +90,31 @@ def evaluate(
     rows += _layerwise(engine, batch, g, samples, generator) + _ce_difference(engine, batch, g, answers)
     counts = l0(g, batch.real)
     rows += [("L0", name, value) for name, value in counts.items()] + [("L0", "all", sum(counts.values()))]
-    return pd.DataFrame(rows, columns=["metric", "site", "value"])
+    return pd.DataFrame(_finite(rows), columns=["metric", "site", "value"])
+
+
+def _finite(rows: list[tuple[str, str, float]]) -> list[tuple[str, str, float]]:
+    if bad := [(metric, site) for metric, site, value in rows if not math.isfinite(value)]:
+        raise FloatingPointError(
+            f"{bad[0][0]} ({bad[0][1]}) was not finite, though all that the original model hands on is: logits, or what the "
+            "subcomponents write, overflow their dtype. Use a host in bfloat16 or float32."
+        )
+    return rows
+
+
+def _check_answers(engine: Engine, tokens: Tensor, answers: Tensor | None) -> None:
+    if answers is None:
+        return
+    whole = not answers.is_floating_point() and answers.dtype != torch.bool
+    if (
+        not whole
+        or answers.shape != tokens.shape[:1]
+        or not bool(((answers >= 0) & (answers < d_vocab(engine.twin))).all())
+    ):
+        raise ValueError(
+            f"answers must be one token of 0 to {d_vocab(engine.twin) - 1} for each of the {tokens.shape[0]} sequences, found "
+            f"{answers.dtype} of shape {tuple(answers.shape)}."
+        )
 
 
 def _layerwise(

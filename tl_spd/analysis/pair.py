@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tl_spd.checks import check_finite, check_seen, check_whole
 from tl_spd.components import Components
 from tl_spd.importance import Importances
 from tl_spd.run import Run
@@ -50,6 +51,7 @@ def answer_metric(model: HookedTransformer, answer: int, other: int | None = Non
     Raises:
         ValueError: a token outside the vocabulary, or ``other`` equal to ``answer``.
     """
+    check_whole(answer=answer, other=other)
     words = unembedding(model)[0].shape[1]
     if outside := [token for token in (answer, other) if token is not None and not 0 <= token < words]:
         raise ValueError(f"Token {outside[0]} is out of the vocabulary; this host has tokens 0 to {words - 1}.")
@@ -80,6 +82,7 @@ class PromptPair:
         self.run, self.metric, self.max_rows = run, metric, max_rows
         self.sites = _chosen_sites(model, run, sites)
         _check_tokens(model, clean, corrupted)
+        check_whole(max_rows=max_rows, **{f"positions[{index}]": place for index, place in enumerate(positions or ())})
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1 pass at once, found {max_rows}.")
         length = clean.shape[1]
@@ -89,9 +92,11 @@ class PromptPair:
                 f"positions={list(positions or [])}: wanted some of 0 to {length - 1}, the prompts' places."
             )
         self.model, self.twin, self.tokens = model, make_twin(model), (clean, corrupted)
+        self.seen = [observe(self.twin, self.sites, tokens) for tokens in self.tokens]
+        for seen in self.seen:
+            check_seen(seen, self.sites)
         with torch.no_grad():
             self.values = [_one_number(metric(self.twin(tokens))) for tokens in self.tokens]
-        self.seen = [observe(self.twin, self.sites, tokens) for tokens in self.tokens]
 
     def labels(self, site: Site, at: Int[Tensor, "rows"]) -> pd.DataFrame:
         """The columns that say which place a row is about."""
@@ -193,6 +198,7 @@ def _one_number(value: Any) -> float:
     if not isinstance(value, Tensor) or value.numel() != 1:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"The metric must turn logits [1, pos, d_vocab] into a tensor of one number, found {found}.")
+    check_finite("The metric", value)
     return float(value)
 
 
@@ -214,6 +220,8 @@ def _check_tokens(model: HookedTransformer, clean: Tensor, corrupted: Tensor) ->
     for name, tokens in (("clean", clean), ("corrupted", corrupted)):
         if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.shape[1] < 1:
             raise ValueError(f"{name} has the shape {tuple(tokens.shape)}; wanted tokens [1, pos] of one prompt.")
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise TypeError(f"{name} must be an integer tensor of tokens [1, pos], found {tokens.dtype}.")
         if int(tokens.min()) < 0 or int(tokens.max()) >= d_vocab(model):
             raise ValueError(
                 f"{name} has a token out of the vocabulary; this host has tokens 0 to {d_vocab(model) - 1}."

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_spd.checks import check_seen
 from tl_spd.sites import Hook, HookedTransformer, n_layers
-from tl_spd.wiring import Start, capped, final_residual, make_twin, unembedding, watch_starts
+from tl_spd.wiring import Observation, Start, capped, final_residual, make_twin, unembedding, watch_starts
 
 
 class Passes:
@@ -37,6 +38,7 @@ class Passes:
         finally:
             for handle in handles:
                 handle.remove()
+        check_seen(Observation({}, {}, starts, resid), [])
         last = starts[self.layers - 1]
         end = Start(resid, last.shortformer_positions, last.attention_mask)
         return [*(starts[layer] for layer in range(self.layers)), end]

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from tl_spd.analysis.pair import Metric, PromptPair
 from tl_spd.analysis.pair import answer_metric as answer_metric
+from tl_spd.checks import check_shares, check_whole
 from tl_spd.components import Components
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, weight
@@ -52,7 +53,7 @@ def patch_subcomponents(
 
     Args:
         clean, corrupted: tokens ``[1, pos]`` of equal length.
-        metric: see :func:`answer_metric`.
+        metric: see :func:`~tl_spd.analysis.pair.answer_metric`.
         sites: a pattern or patterns; default all of the Run's attention and MLP matrices.
         positions: which positions to patch; default all.
         threshold: patch only subcomponents whose importance is above it at that position in the clean or the corrupted
@@ -69,6 +70,7 @@ def patch_subcomponents(
         ValueError: wrong shapes or lengths, tokens out of the vocabulary, unknown sites or embeddings, positions outside
             the prompt, a metric that is not one differentiable number, a Run made for another host.
     """
+    check_shares("threshold", () if threshold is None else (threshold,))
     pair = PromptPair(model, run, clean, corrupted, metric, sites, positions, max_rows)
     attributions = pair.attributions()
     importances = pair.importances()
@@ -197,6 +199,7 @@ def compare_whole_sites(
 
 
 def _check_table(table: pd.DataFrame, ks: Sequence[int]) -> None:
+    check_whole(**{f"ks[{index}]": k for index, k in enumerate(ks)})
     if not ks or min(ks) < 1:
         raise ValueError(f"ks={list(ks)}: each k must be at least 1 subcomponent, and there must be one.")
     if table.empty:

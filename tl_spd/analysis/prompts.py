@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_spd.checks import check_finite, check_whole
 from tl_spd.sites import HookedTransformer, d_vocab, host_device, n_ctx, one_token, text_tokens
 
 
@@ -49,10 +50,11 @@ def as_prompts(model: HookedTransformer, prompts: Sequence[str | Tensor], answer
 def _prompt(model: HookedTransformer, prompt: str | Tensor, answer: int | str) -> Prompt:
     name = prompt if isinstance(prompt, str) else " ".join(str(token) for token in prompt.flatten().tolist())
     tokens = text_tokens(model, prompt) if isinstance(prompt, str) else prompt.to(host_device(model))
-    if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.is_floating_point():
+    if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"A prompt is a text or tokens [1, pos]; found {tuple(tokens.shape)} {tokens.dtype}.")
     if not 1 <= tokens.shape[1] <= n_ctx(model):
         raise ValueError(f"The prompt {name!r} has {tokens.shape[1]} tokens; this host takes 1 to {n_ctx(model)}.")
+    check_whole(answer=None if isinstance(answer, str) else answer)
     number = one_token(model, answer) if isinstance(answer, str) else int(answer)
     if outside := [token for token in [*tokens[0].tolist(), number] if not 0 <= token < d_vocab(model)]:
         raise ValueError(f"Token {outside[0]} of {name!r} is out of the vocabulary of {d_vocab(model)} tokens.")
@@ -63,6 +65,7 @@ def standing(
     logits: Float[Tensor, "rows d_vocab"], answers: Int[Tensor, "rows"]
 ) -> tuple[Float[Tensor, "rows"], Int[Tensor, "rows"]]:
     """Log-probability in nats (float32 or better) and rank of each row's answer; 1 is the most probable token's rank."""
+    check_finite("What the model says behind the last position (its logits)", logits)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     own = log_p.gather(1, answers[:, None])
     return own[:, 0], 1 + (log_p > own).sum(1)
@@ -74,6 +77,7 @@ def equal_lengths(prompts: Sequence[Prompt], max_rows: int) -> list[tuple[list[i
     Raises:
         ValueError: ``max_rows`` below 1.
     """
+    check_whole(max_rows=max_rows)
     if max_rows < 1:
         raise ValueError(f"max_rows must be at least 1 sequence, found {max_rows}.")
     lengths: dict[int, list[int]] = {}

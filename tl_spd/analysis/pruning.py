@@ -36,7 +36,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tl_spd.checks import check_seen, check_shares, check_whole
 from tl_spd.components import Components, init_components
+from tl_spd.data import check_batch
 from tl_spd.engine import LOGIT_ELEMENTS, Batch, Engine, scored_positions
 from tl_spd.importance import Scalar
 from tl_spd.masks import Pass
@@ -120,10 +122,12 @@ def greedy_svd_path(
         ValueError: a pattern without a match, a site outside the blocks, ``tau`` not a number of at least 0,
             ``max_rounds`` or ``max_rows`` below 1, nothing scored.
     """
+    check_whole(max_rounds=max_rounds, max_rows=max_rows)
     if max_rounds is not None and max_rounds < 1:
         raise ValueError(f"max_rounds must be at least 1 removal, found {max_rounds}.")
     if not tau >= 0:
         raise ValueError(f"tau must be a number of nats of at least 0, found {tau}.")
+    tokens, attention_mask = check_batch((tokens, attention_mask), model)
     pruned = _Pruned(model, find_sites(model, sites), tokens, attention_mask, last_token_only, max_rows)
     current, seen = pruned.tangent(pruned.final(pruned.resid)[0]), dict[str, _Tangent]()
     rows: list[tuple[int, str, int, int, float]] = []
@@ -195,6 +199,7 @@ class _Pruned:
         self.per_stack = len(sites) if max_rows is None else max(1, max_rows // self.rows)
         kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
         observed = observe(self.twin, [], tokens, stop_at_layer=self.depth, **kwargs)
+        check_seen(observed, [])
         self.starts, self.resid = observed.starts, observed.output
         self.convex = softcap(self.twin) <= 0
         self.log_p = self._log_probs(self.final(self.resid)[0])
@@ -238,6 +243,8 @@ class _Pruned:
             p = log_p.exp()
             total += float((p * (log_p - log_q)).sum())
             slopes.append(log_q.exp_().sub_(p).to(W.dtype) @ W.T / final.shape[0])
+        if not math.isfinite(total):
+            raise FloatingPointError("The KL of a pruned model was not finite: its logits, or the host's own, are not.")
         return _Tangent(final, total / final.shape[0], torch.cat(slopes))
 
     def _log_probs(self, final: Tensor) -> Float[Tensor, "scored d_vocab"]:
@@ -319,8 +326,10 @@ def rank1_curve(
         One row per point: ``method, seed`` (-1 where nothing is random), ``kept, kl`` (nats, a mean over scored positions).
 
     Raises:
-        ValueError: as :func:`greedy_svd_path`; fewer than 1 point.
+        ValueError: as :func:`greedy_svd_path`; fewer than 1 point, thresholds outside [0, 1].
     """
+    check_whole(points=points, **{f"seeds[{index}]": seed for index, seed in enumerate(seeds)})
+    check_shares("threshold", thresholds or ())
     if points < 1:
         raise ValueError(f"points must be at least 1, found {points}.")
     shared: dict[str, Any] = dict(last_token_only=last_token_only, max_rows=max_rows)
@@ -330,7 +339,7 @@ def rank1_curve(
     rows = [("svd", -1, total, 0.0), *(("svd", -1, int(r.kept), float(r.kl)) for r in path.itertuples())]
 
     engine = Engine(model, run, **shared)
-    batch = engine.observe(tokens, attention_mask)
+    batch = engine.observe_checked(tokens, attention_mask)
     g = engine.importances(batch)
     means = {name: (v.flatten(0, 1) if batch.real is None else v[batch.real]).mean(0) for name, v in g.items()}
     order = torch.cat(list(means.values())).sort(descending=True).values.tolist()
@@ -339,7 +348,7 @@ def rank1_curve(
     rows += _points("spd", -1, engine, batch, [{n: m > t for n, m in means.items()} for t in thresholds])
 
     engine = Engine(model, Run(terms, {}, Scalar(), n_ctx(model), {}), **shared)
-    batch = engine.observe(tokens, attention_mask)
+    batch = engine.observe_checked(tokens, attention_mask)
     for seed in seeds:
         place = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
         places = dict(zip(terms, place.split([parts.C for parts in terms.values()]), strict=True))

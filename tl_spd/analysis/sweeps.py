@@ -20,6 +20,8 @@ from torch import Tensor
 from tl_spd.analysis.activity import unique_subcomponents
 from tl_spd.analysis.adversarial import Adversary
 from tl_spd.analysis.evaluation import evaluate
+from tl_spd.checks import check_shares
+from tl_spd.data import check_batch
 from tl_spd.losses import ImportanceMinimality, LossTerm, paper_losses
 from tl_spd.sites import HookedTransformer
 from tl_spd.train import decompose
@@ -58,10 +60,13 @@ def pareto(
         raise ValueError("coefficients must hold at least one number, found none.")
     if not any(isinstance(term, ImportanceMinimality) for term in terms):
         raise ValueError(f"losses must hold an ImportanceMinimality to sweep, found {[term.name for term in terms]}.")
-    _check(settings)
+    _check(model, tokens, attention_mask, settings)
+    swept = [
+        [replace(term, coeff=coeff) if isinstance(term, ImportanceMinimality) else term for term in terms]
+        for coeff in coefficients
+    ]  # all of them before the first training: a bad coefficient is refused here
     rows = []
-    for coeff in coefficients:
-        own = [replace(term, coeff=coeff) if isinstance(term, ImportanceMinimality) else term for term in terms]
+    for coeff, own in zip(coefficients, swept, strict=True):
         run = decompose(model, data, losses=own, **settings)
         last = settings.get("last_token_only", False)
         options: dict[str, Any] = dict(last_token_only=last, adversary=adversary, max_rows=settings.get("max_rows"))
@@ -104,7 +109,9 @@ def splitting(
     Raises:
         TypeError: ``out`` or another setting that belongs to one Run alone.
     """
-    _check(settings)
+    _check(model, tokens, attention_mask, settings)
+    check_shares("threshold", thresholds)
+    check_shares("min_fraction", [min_fraction])
     parts = []
     for factor in (1, 2):
         counts = {site: factor * count for site, count in C.items()} if isinstance(C, Mapping) else factor * C
@@ -115,6 +122,9 @@ def splitting(
     return pd.concat(parts, ignore_index=True)[["factor", "site", "threshold", "min_fraction", "alive", "C"]]
 
 
-def _check(settings: Mapping[str, Any]) -> None:
+def _check(
+    model: HookedTransformer, tokens: Tensor, attention_mask: Tensor | None, settings: Mapping[str, Any]
+) -> None:
+    check_batch((tokens, attention_mask), model)
     if single := [name for name in ("out", "checkpoint_every", "resume") if name in settings]:
         raise TypeError(f"A sweep makes several Runs and keeps none of them: leave out {single}.")

@@ -16,6 +16,7 @@ the whole matrix is used, so that the noise is the same for every prompt. Approx
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from tl_spd.analysis.passes import Passes, rows_of
 from tl_spd.analysis.prompts import Prompt, as_prompts, mean_interval, standing
+from tl_spd.checks import check_whole
 from tl_spd.sites import (
     EMBEDDING_POINT,
     Hook,
@@ -109,7 +111,8 @@ def causal_trace(
     chosen = own if kinds is None else tuple(kinds)
     if unknown := [kind for kind in chosen if kind not in own]:
         raise ValueError(f"kinds={list(chosen)}: this host has no states of kind {unknown[0]!r}; it has {list(own)}.")
-    if min(window, draws, max_rows) < 1 or noise <= 0:
+    check_whole(window=window, draws=draws, seed=seed, max_rows=max_rows)
+    if min(window, draws, max_rows) < 1 or not 0 < noise < math.inf:
         raise ValueError(
             f"window, draws and max_rows must be at least 1 and noise above 0; found {window}, {draws}, {max_rows}, {noise}."
         )
@@ -135,6 +138,7 @@ def _positions(
         if not isinstance(prompt, str):
             raise ValueError(f"The subject {subject!r} is text and the prompt is tokens; give the subject's positions.")
         return find_subject(model, prompt, subject)
+    check_whole(**{f"subject[{index}]": place for index, place in enumerate(subject)})
     length = asked.tokens.shape[1]
     if not subject or sorted(set(subject)) != sorted(subject) or not 0 <= min(subject) <= max(subject) < length:
         raise ValueError(f"subject={list(subject)}: wanted one or more different positions of 0 to {length - 1}.")

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_spd.checks import check_finite, check_whole
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, Site, d_vocab, token_texts
 from tl_spd.wiring import unembedding
@@ -57,11 +58,13 @@ def direct_effects(
     chosen = range(parts.C) if subcomponents is None else list(subcomponents)
     if outside := [index for index in chosen if index not in range(parts.C)]:
         raise IndexError(f"{site} has subcomponents 0 to {parts.C - 1}; found {outside}.")
+    check_whole(k=k)
     if not 1 <= k <= d_vocab(model):
         raise ValueError(f"k must be 1 to {d_vocab(model)}, the size of the vocabulary; found {k}.")
     tables = []
     for index in chosen:
         effect = _effect(model, parts.site, parts.write[index])
+        check_finite(f"The direct effect of {site} {index} on the vocabulary", effect)
         for side, sign in (("raised", 1), ("lowered", -1)):
             tokens = (sign * effect).topk(k).indices
             columns = {"token": tokens.tolist(), "text": token_texts(model, tokens), "effect": effect[tokens].tolist()}

@@ -107,7 +107,7 @@ class FactsSettings:
         small = {"*": 600, "*.W_[KV]": 200}  # a little above SmolLM2's ranks of 576 and 192
         presets = {
             "quick": cls(("blocks.[0-2].mlp.W_*",), steps=150, control_draws=2, trace_draws=4),
-            "cpu": cls(_layers("[0-5]"), steps=150, C=small),
+            "cpu": cls(_layers("[0-5]"), steps=100, C=small),
             "gpt2": cls(
                 _layers("*"),
                 steps=20_000,
