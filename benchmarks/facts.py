@@ -13,9 +13,16 @@ from typing import Any
 
 import pandas as pd
 import tyro
+from torch.nn.functional import cosine_similarity
 
+import tl_spd as spd
 from benchmarks.common import markdown, publish
+from tl_spd.analysis.suppression import chosen, effect_table
 from tl_spd.experiments.facts import TABLES, FactsResult, FactsSettings, run_facts
+from tl_spd.experiments.facts_steps import spared_facts, tokenize
+from tl_spd.hosts import load_host
+from tl_spd.run import new_run
+from tl_spd.suppress import subcomponent_directions
 
 SPARED = 0.1
 """Mean change of the fact set's probabilities below which a control counts as sparing it."""
@@ -82,6 +89,43 @@ def selection_table(results: dict[int, FactsResult]) -> str:
     return markdown(every.droplevel("row").set_index(["target", "choice", "round"], append=True))
 
 
+def start_table(preset: str, results: dict[int, FactsResult], out: Path) -> pd.DataFrame:
+    """What training did to the directions chosen by effect, and what those that they started from do in their place.
+
+    ``cosine``: of trained and initial read and write, the least of the chosen ones. ``fact``, ``facts``, ``change``: what is
+    left of the fact and of the fact set (mean, and mean of |ratio - 1|), trained and initial.
+    """
+    model, rows = load_host(FactsSettings.preset(preset).host), {}
+    for seed, result in results.items():
+        settings = FactsSettings.preset(preset, seed)
+        batch = tokenize(model, [fact.prompt for fact in settings.facts.pair])
+        run = spd.load(out / f"facts-{preset}-{seed}" / "run", model)
+        counts = {name: parts.C for name, parts in run.components.items()}
+        first = new_run(model, run.sites, counts, run.importance, settings.init, seed, batch)
+        facts = result.known[(result.known.part == "facts") & result.known.known]
+        facts = facts[~facts.prompt.isin(spared_facts(result.known, settings.spared).prompt)]
+        by_effect = result.selections[result.selections.choice == "effect"]
+        for target, choice in by_effect.groupby("target", sort=False):
+            answer = result.known.set_index("prompt").answer[target]
+            trained, initial = (subcomponent_directions(which, chosen(choice)) for which in (run, first))
+            row = {
+                f"cosine {side}": min(
+                    float(
+                        cosine_similarity(getattr(trained[name], side), getattr(initial[name], side), dim).abs().min()
+                    )
+                    for name in trained
+                )
+                for side, dim in (("read", 0), ("write", 1))
+            }
+            sets = {"trained": trained, "initial": initial}
+            table = effect_table(model, [target, *facts.prompt], [answer, *facts.answer], sets)
+            for name, ratios in table.groupby("suppression", sort=False).ratio:
+                row |= {f"{name} fact": ratios.iloc[0], f"{name} facts": ratios.iloc[1:].mean()}
+                row[f"{name} change"] = (ratios.iloc[1:] - 1).abs().mean()
+            rows[f"seed {seed}", target] = row
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
 def unique_table(results: dict[int, FactsResult]) -> str:
     """How many subcomponents unique to a prompt are active at each of its tokens, by seed."""
     columns = {}
@@ -111,10 +155,14 @@ def main(arguments: Arguments) -> None:
     text = [
         f"Host {settings.host}, sites {settings.sites}, C {settings.C}, {settings.importance}, {settings.steps} steps on "
         f"{' and '.join(f'`{fact.prompt}` -> `{fact.answer}`' for fact in settings.facts.pair)}. At most {settings.k} directions "
-        f"of the {settings.candidates} most important ones unique to a prompt are suppressed.",
+        f"of the {settings.candidates} most important ones unique to a prompt are suppressed; the choice by effect (at the same "
+        f"time least change of {settings.spared} other facts, `spared`, which are not in the fact set) ends where one more does "
+        "not help.",
         "What is left of the answer's probability (`change`: mean of |ratio - 1|), beside the control taking most of the fact: "
         f"of those that change the fact set by less than {SPARED:g} (`sparing`), and of all (`any`)",
         markdown(headline_table(results)),
+        "What training did to the directions chosen by effect, and what those that they started from do in their place",
+        markdown(start_table(arguments.preset, results, arguments.out)),
         markdown(seed_table(results)),
         "Subcomponents unique to a prompt, by the token where they are active",
         unique_table(results),
