@@ -478,8 +478,6 @@ def test_parameter_gradients_are_those_of_swapped_weights(style: str) -> None:
     ours, theirs = host_parameters(model), host_parameters(swapped)
     assert all(ours[name].grad is None for name in run.components)
     for name in set(ours) - set(run.components):
-        if name.startswith("blocks.1.") and ".b_" in name:
-            continue  # the bias behind a decomposed matmul is a constant of the masked pass
         assert torch.allclose(ours[name].grad, theirs[name].grad, rtol=1e-8, atol=1e-11), name
     for name, parts in run.components.items():  # chain rule through read * m @ write
         gradient = theirs[name].grad
@@ -933,6 +931,17 @@ def test_leaving_in_any_order(order: tuple[int, ...], four_contexts: Any) -> Non
             contexts[index].__exit__(None, None, None)
             active.remove(index)
             assert close(model(TOKENS), logits[frozenset(active)])
+
+
+def test_a_run_that_meets_other_weights_says_so_once() -> None:
+    model, other = tiny_host(), tiny_host(seed=1)
+    run = tiny_run(model, "blocks.0.mlp.*")
+    with spd.suppressed(model, run, {"blocks.0.mlp.W_in": [0]}), spd.decomposed(model, run):  # its own host, edited by us
+        model(TOKENS)
+    with pytest.warns(UserWarning, match=r"made for other weights: blocks\.0\.mlp\.W_in differs"), spd.decomposed(other, run):
+        other(TOKENS)
+    with spd.decomposed(other, run):
+        other(TOKENS)
 
 
 def test_exit_stacks_and_half_consumed_generators() -> None:

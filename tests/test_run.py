@@ -103,7 +103,7 @@ def test_the_record_says_what_was_used(saved: Any) -> None:
         ("blocks.0.mlp.W_out", 12, 6, 3),
         ("blocks.1.mlp.W_out", 12, 6, 3),
     ]
-    assert record["importance"] == {"kind": "Vector", "d_gate": 2}
+    assert record["importance"] == {"kind": "Vector", "d_gate": 2, "start": 1.0}
     assert record["n_ctx"] == 8
     assert record["settings"] == run.settings
     assert record["history"] == {"step": [1, 2], "loss": [0.1, 1 / 3]}

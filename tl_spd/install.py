@@ -11,8 +11,10 @@ Where contexts overlap, also with ``suppressed``, the innermost wins, site by si
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +36,7 @@ from tl_spd.sites import (
     Site,
     all_sites,
     bias,
+    digest,
     parameter,
 )
 from tl_spd.wiring import (
@@ -41,6 +44,7 @@ from tl_spd.wiring import (
     Observation,
     Reader,
     make_twin,
+    masked_by_tl_spd,
     new_cache,
     observe,
     padding_mask,
@@ -124,6 +128,7 @@ def decomposed(
 
     Raises:
         ValueError, TypeError: unknown sites or masks of the wrong shape, before anything is changed.
+        UserWarning: the host's weights are not those that the Run was made for (said once).
         HooksRemovedError: our hooks were removed by somebody else; at the next call, and on leaving.
     """
     installation = _Installation(model, run, run.select(sites), masks, importances, generator, threshold)
@@ -164,7 +169,7 @@ class _Installation:
             for name, mask in self.masks.items():
                 check_finite(f"The mask of {name}", mask)
             self.sites = [site for site in self.sites if site.name in self.masks]
-        check_host(self.model, self.sites)
+        check_host(self.model, self.run, self.sites)
         if isinstance(self.masks, str) and self.masks != "ones" and self.given is None:
             self.original = _Original(self.model, self.run, self.sites)
 
@@ -222,7 +227,8 @@ class _Installation:
 
     def produce(self, site: Site, like: Tensor) -> Tensor | None:
         if self.now is None:
-            self.reader.inputs.clear()
+            for listener in self.calls.listeners:  # what they have read of it comes to nothing, too
+                listener.reader.inputs.clear()
             raise RuntimeError(f"{site.name} was reached outside a call: use model(...), not its parts.")
         x = self.reader.inputs.pop(site.name)
         if getattr(parameter(self.model, site), "entered", 0) > self.entered:
@@ -230,12 +236,38 @@ class _Installation:
         return masked_output(self.model, self.run, site, x, self.now[site.name], like)
 
 
-def check_host(model: HookedTransformer, sites: Iterable[Site]) -> None:
-    """Refuse with a ValueError a host that lacks any of a Run's ``sites`` or has another shape there."""
+_compared: weakref.WeakKeyDictionary[HookedTransformer, weakref.WeakSet[Run]] = weakref.WeakKeyDictionary()
+
+
+def check_host(model: HookedTransformer, run: Run, sites: Sequence[Site]) -> None:
+    """Refuse with a ValueError a host that lacks any of a Run's ``sites`` or has another shape there.
+
+    Other weights than those the Run was made for give a warning, the first time that the two meet: the host may have been
+    edited or fine-tuned on purpose.
+    """
     own = {site.name: site for site in all_sites(model)}
     if strange := [site for site in sites if own.get(site.name) != site]:
         found = own.get(strange[0].name, "no such weight")
         raise ValueError(f"The Run decomposes {strange[0]}; this host has {found}. Use the host that it was made for.")
+    runs = _compared.setdefault(model, weakref.WeakSet())
+    if run in runs:
+        return
+    runs.add(run)
+    prints = {site: run.fingerprint[site.name] for site in sites if site.name in run.fingerprint}
+    if other := [site.name for site, made in prints.items() if digest([_own(model, site)]) != made]:
+        warnings.warn(
+            f"The Run was made for other weights: {other[0]} differs from this host's (also a cast to another dtype counts). "
+            "Go on where the host was edited on purpose; else take the host, processing and dtype that it was made for.",
+            stacklevel=2,
+        )
+
+
+def _own(model: HookedTransformer, site: Site) -> Tensor:
+    """The host's parameter below all suppressed ones in its place."""
+    value: Any = parameter(model, site)
+    while hasattr(value, "under"):
+        value = value.under
+    return value
 
 
 class _Calls:
@@ -259,7 +291,10 @@ class _Calls:
             return (self.own or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:  # a copy of the host is a plain host
-        return MethodType(type(self.model).forward, memo[id(self.model)])
+        for listener in self.listeners:
+            _leave_out(listener, memo)
+        own = self.own or MethodType(type(self.model).forward, self.model)
+        return copy.deepcopy(own, memo)
 
     def remove(self, listener: _Installation) -> None:
         self.listeners = [other for other in self.listeners if other is not listener]
@@ -267,6 +302,16 @@ class _Calls:
             del self.model.forward
             if self.own is not None:
                 self.model.forward = self.own
+
+
+def _leave_out(listener: _Installation, memo: dict[int, Any]) -> None:
+    """Take our hooks out of the copy of the host that ``copy.deepcopy`` is making with ``memo``: it takes hooks along."""
+    for handle in [*listener.reader.handles, *listener.hooks.handles()]:
+        for table in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            memo.get(id(table()), {}).pop(handle.id, None)
+    for point in listener.model.hook_dict.values():
+        copied = memo.get(id(point.fwd_hooks), [])
+        copied[:] = [handle for handle in copied if handle.user_hook is not masked_by_tl_spd]
 
 
 class _Original:

@@ -208,29 +208,28 @@ def weight(model: HookedTransformer, site: Site) -> Float[Tensor, "d_in d_out"]:
 
 
 def bias(model: HookedTransformer, site: Site) -> Float[Tensor, "d_out"] | None:
-    """The bias the host adds right behind ``site``'s matmul, detached and folded; None where there is none."""
+    """The bias the host adds right behind ``site``'s matmul, folded, with its gradient; None where there is none."""
     key = {"W_in": "b_in", "W_out": "b_out", "W_U": "b_U"}.get(site.kind, site.kind.replace("W_", "b_"))
     gated_in = site.kind == "W_in" and model.cfg.gated_mlp  # a gated MLP adds b_in behind the product, not behind W_in
     if site.lookup or site.kind == "W_gate" or gated_in:
         return None
     module, key = _owner(model, site.name.rpartition(".")[0] + "." + key)
     value = module._parameters.get(key)
-    return None if value is None else value.detach().reshape(-1)
+    return None if value is None else value.reshape(-1)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A digest of shapes, dtypes and bits."""
+    total = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        total.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def fingerprint(model: HookedTransformer, sites: Sequence[Site]) -> dict[str, str]:
     """A digest of every decomposed weight and one of all the host's parameters, to recognise the host again."""
-
-    def digest(tensors: Iterable[Tensor]) -> str:
-        total = hashlib.blake2b(digest_size=16)
-        for tensor in tensors:
-            total.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-            total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return total.hexdigest()
-
-    prints = {site.name: digest([parameter(model, site)]) for site in sites}
-    prints["*"] = digest(model.parameters())
-    return prints
+    return {site.name: digest([parameter(model, site)]) for site in sites} | {"*": digest(model.parameters())}
 
 
 def host_dtype(model: HookedTransformer) -> torch.dtype:

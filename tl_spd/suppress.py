@@ -193,7 +193,7 @@ def suppressed(
         ValueError, IndexError: unknown sites or subcomponents, before anything is changed.
     """
     directions = subcomponent_directions(run, subcomponents)
-    check_host(model, [run.components[name].site for name in directions])
+    check_host(model, run, [run.components[name].site for name in directions])
     with suppressed_directions(model, directions, sequential=sequential):
         yield model
 
@@ -220,6 +220,9 @@ def suppressed_directions(
 class _Edited(nn.Parameter):  # a suppressed weight in the place of the one under it, which may be one itself
     under: nn.Parameter
     entered: int = 0  # `decomposed` reads it: the innermost context wins
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:  # a copy of the host has it for its own
+        return nn.Parameter(self.detach().clone(), self.requires_grad)
 
 
 @torch.no_grad()

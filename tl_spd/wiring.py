@@ -45,7 +45,7 @@ class Reader:
 
     def __init__(self, model: HookedTransformer, sites: Sequence[Site]):
         self.inputs: dict[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
+        self.handles: list[RemovableHandle] = []
         modules: dict[str, list[Site]] = {}
         for site in sites:
             modules.setdefault(site.name.rpartition(".")[0], []).append(site)
@@ -59,7 +59,7 @@ class Reader:
             handle = module.register_forward_pre_hook(
                 lambda reached, args, kwargs: self._at_entry(module, early, reached, args, kwargs), with_kwargs=True
             )
-            self._handles.append(handle)
+            self.handles.append(handle)
         for site in here:
             if site.kind in late:
                 self._watch_last(getattr(module, late[site.kind]), site)
@@ -67,7 +67,7 @@ class Reader:
     def _watch_last(self, point: HookPoint, site: Site) -> None:
         handle = point.register_forward_hook(lambda reached, _, value: self._at_last(point, site, reached, value))
         last = point.register_forward_pre_hook(lambda reached, _: reached._forward_hooks.move_to_end(handle.id))
-        self._handles += [handle, last]  # a hook added later may change the value: read behind it
+        self.handles += [handle, last]  # a hook added later may change the value: read behind it
 
     def _at_entry(self, own: nn.Module, sites: list[Site], reached: nn.Module, args: tuple, kwargs: dict) -> None:
         if reached is own:  # and not that of a deep copy of the host, which takes its hooks along
@@ -82,9 +82,9 @@ class Reader:
 
     def remove(self) -> None:
         """Take the hooks away and forget the inputs."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
+        self.handles.clear()
         self.inputs.clear()
 
 
@@ -238,6 +238,10 @@ class HookSet:
     def missing(self) -> list[str]:
         """Names of hook points from which somebody else has removed our hook."""
         return [str(point.name) for point, handle, _ in self._placed if handle.hook.id not in point._forward_hooks]
+
+    def handles(self) -> list[RemovableHandle]:
+        """Torch's handles of all hooks that were added."""
+        return [one for _, handle, write in self._placed for one in (handle.hook, write)]
 
     def remove(self) -> None:
         """Remove exactly the hooks that were added."""
