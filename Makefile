@@ -1,9 +1,12 @@
-# make demo     set up, run the induction job in its quick preset, say where the results are
-# make test     set up, run the test suite with coverage      (make test ARGS="-k sites" passes options to pytest)
-# make check    formatting, lint, types; changes nothing
-# make docs     the API reference, glossary and errors page in docs/_build/html; a warning is an error, no network is needed
-# make nightly  the slow tests
-# make clean    remove the environment, caches and build leftovers; runs/ stays
+# make demo       set up, run the induction job in its quick preset, say where the results are
+# make test       set up, run the test suite with coverage      (make test ARGS="-k sites" passes options to pytest)
+# make tutorials  the notebooks of tutorials/ in their quick form, in an empty folder
+# make notebooks  the notebooks in full, outputs stored in them (half an hour)
+# make check      formatting, lint, types; changes nothing
+# make docs       the API reference, glossary and errors page in docs/_build/html; a warning is an error, no network is needed
+# make nightly    the slow tests
+# make versions   the test suite on the oldest and the newest versions allowed (two more environments, several GB)
+# make clean      remove the environment, caches and build leftovers; runs/ stays
 #
 # The first target run makes .venv with the tested versions of constraints.txt. Another Python: make test PYTHON=python3.12
 
@@ -16,7 +19,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs nightly clean
+.PHONY: help demo test tutorials notebooks check docs nightly versions clean
 .DELETE_ON_ERROR:
 
 help:
@@ -44,9 +47,20 @@ test: $(READY)
 	@echo "Running the test suite"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
 
+tutorials: $(READY)
+	@echo "Running the notebooks in their quick form"
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m tutorials $(ARGS)
+
+notebooks: $(READY)
+	@echo "Running the notebooks and storing their outputs"
+	@HF_HUB_OFFLINE=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ClearMetadataPreprocessor.enabled=True tutorials/*.ipynb
+
 nightly: $(READY)
 	@echo "Running the slow tests"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+versions:
+	@.ci/versions
 
 check: $(READY)
 	@echo "Formatting"
@@ -63,5 +77,5 @@ docs: $(READY)
 	@echo "It is in docs/_build/html/index.html"
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov docs/_build build dist *.egg-info
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov docs/_build build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
