@@ -81,7 +81,8 @@ def main(arguments: Arguments) -> None:
     ).sort_index()
     text = [
         f"Preset {arguments.preset}, but {arguments.steps} steps; {arguments.sequences} held-out sequences. KL in "
-        "nats. Rows: coefficient of ImportanceMinimality and seed; `efficient`: no other coefficient of the seed is at least as good in recon and L0 and better in one.",
+        "nats. Rows: coefficient of ImportanceMinimality and seed; `efficient`: no other coefficient of the seed is at least "
+        "as good in recon and L0 and better in one.",
         markdown(fronts.set_index(["minimality", "seed"])),
         f"Alive subcomponents (active on more than {splits.min_fraction.iloc[0]:g} of all tokens); rows: threshold, C and seed",
         markdown(alive),
