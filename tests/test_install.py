@@ -936,9 +936,15 @@ def test_leaving_in_any_order(order: tuple[int, ...], four_contexts: Any) -> Non
 def test_a_run_that_meets_other_weights_says_so_once() -> None:
     model, other = tiny_host(), tiny_host(seed=1)
     run = tiny_run(model, "blocks.0.mlp.*")
-    with spd.suppressed(model, run, {"blocks.0.mlp.W_in": [0]}), spd.decomposed(model, run):  # its own host, edited by us
+    with (
+        spd.suppressed(model, run, {"blocks.0.mlp.W_in": [0]}),
+        spd.decomposed(model, run),
+    ):  # its own host, edited by us
         model(TOKENS)
-    with pytest.warns(UserWarning, match=r"made for other weights: blocks\.0\.mlp\.W_in differs"), spd.decomposed(other, run):
+    with (
+        pytest.warns(UserWarning, match=r"made for other weights: blocks\.0\.mlp\.W_in differs"),
+        spd.decomposed(other, run),
+    ):
         other(TOKENS)
     with spd.decomposed(other, run):
         other(TOKENS)

@@ -8,11 +8,12 @@ import sys
 import tl_spd as spd
 
 PUBLIC = [
-    "Attention", "Components", "Directions", "Faithfulness", "FaithfulnessWarmup", "HooksRemovedError", "ImportanceMinimality",
-    "ImportanceSpec", "Importances", "LossTerm", "NonFiniteLossError", "Optimizer", "Pass", "Recon", "ReconLayerwise",
-    "ReconPartial", "ReconTerm", "Run", "Scalar", "Schedule", "Settings", "Shared", "Step", "StochasticRecon",
-    "StochasticReconLayerwise", "StochasticReconPartial", "StorageError", "Vector", "decompose", "decomposed", "load",
-    "paper_losses", "suppressed", "suppressed_copy", "suppressed_directions",
+    "Attention", "Components", "Directions", "Faithfulness", "FaithfulnessWarmup", "HooksRemovedError",
+    "ImportanceMinimality", "ImportanceSpec", "Importances", "LossTerm", "MemoryEstimate", "NonFiniteLossError",
+    "Optimizer", "Pass", "Recon", "ReconLayerwise", "ReconPartial", "ReconTerm", "Run", "Scalar", "Schedule", "Settings",
+    "Shared", "Step", "StochasticRecon", "StochasticReconLayerwise", "StochasticReconPartial", "StorageError",
+    "TooLargeError", "Vector", "decompose", "decomposed", "estimate_memory", "load", "paper_losses", "suppressed",
+    "suppressed_copy", "suppressed_directions",
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ PACKAGE = ROOT / "tl_spd"
 # The dependency order: a room imports only from rooms before it, and within itself where it is a folder.
 ROOMS = [
     *("sites", "wiring", "checks", "data", "components", "gates", "attend", "importance", "masks", "storage"),
-    *("run", "install", "suppress", "losses", "engine", "settings", "train", "analysis", "hosts", "views"),
+    *("run", "install", "suppress", "losses", "engine", "settings", "memory", "train", "analysis", "hosts", "views"),
     *("experiments", "cli"),
 ]
 OVER_PUBLIC_API = {"views", "experiments", "cli"}  # may say `import tl_spd`

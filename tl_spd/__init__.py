@@ -22,6 +22,9 @@ from tl_spd.losses import StochasticReconLayerwise as StochasticReconLayerwise
 from tl_spd.losses import StochasticReconPartial as StochasticReconPartial
 from tl_spd.losses import paper_losses as paper_losses
 from tl_spd.masks import Pass as Pass
+from tl_spd.memory import MemoryEstimate as MemoryEstimate
+from tl_spd.memory import TooLargeError as TooLargeError
+from tl_spd.memory import estimate_memory as estimate_memory
 from tl_spd.run import Run as Run
 from tl_spd.run import load as load
 from tl_spd.settings import FaithfulnessWarmup as FaithfulnessWarmup

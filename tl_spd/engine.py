@@ -84,6 +84,13 @@ def scored_positions(tokens: Tensor, real: Tensor | None, last_token_only: bool)
     return everywhere.flatten().nonzero()[:, 0]
 
 
+def passes_per_stack(tokens: Int[Tensor, "batch pos"], max_rows: int | None) -> int:
+    """How many passes are stacked at once for a batch of ``tokens``."""
+    if max_rows is not None:
+        return max(1, max_rows // tokens.shape[0])
+    return max(1, STACK_TOKENS // tokens.numel()) if tokens.device.type == "cpu" else 1 << 30
+
+
 class Engine:
     """Evaluates masked passes of ``run`` on ``model``; the host itself is never run, hooked or changed.
 
@@ -102,11 +109,15 @@ class Engine:
         """Run the original model on ``tokens`` and keep what the step needs of it."""
         sync_twin(self.twin, self.model)
         real = padding_mask(self.model, tokens, attention_mask)
-        kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
-        seen = observe(self.twin, self.run.sites, tokens, stop_at_layer=n_layers(self.model), **kwargs)
         scored = scored_positions(tokens, real, self.last_token_only)
         if scored.numel() == 0:
             raise ValueError(f"No position of this batch {tuple(tokens.shape)} is scored: it is empty or all padding.")
+        return self.observe_at(tokens, attention_mask, real, scored)
+
+    def observe_at(self, tokens: Tensor, attention_mask: Tensor | None, real: Tensor | None, scored: Tensor) -> Batch:
+        """As :meth:`observe`, where it is known which positions are real and which are scored."""
+        kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
+        seen = observe(self.twin, self.run.sites, tokens, stop_at_layer=n_layers(self.model), **kwargs)
         with torch.no_grad():
             final = final_residual(self.twin, seen.output.flatten(0, 1)[scored][None])[0]
             if "unembed.W_U" in self.sites:
@@ -143,7 +154,7 @@ class Engine:
                 check_fits(name, mask, *batch.tokens.shape)
         values: dict[int, Tensor] = {}
         plain = [(self._first_layer(entry), index) for index, entry in enumerate(passes) if not entry.hooks]
-        per_stack, ordered = self._passes_per_stack(batch.tokens), sorted(plain)
+        per_stack, ordered = passes_per_stack(batch.tokens, self.max_rows), sorted(plain)
         for start in range(0, len(ordered), per_stack):
             chosen = [index for _, index in ordered[start : start + per_stack]]
             stack = _Stack(self, batch, [passes[index] for index in chosen])
@@ -152,11 +163,6 @@ class Engine:
             if entry.hooks:
                 values[index] = self._alone(batch, entry)
         return torch.stack([values[index] for index in range(len(passes))]) if passes else batch.final.new_zeros(0)
-
-    def _passes_per_stack(self, tokens: Tensor) -> int:
-        if self.max_rows is not None:
-            return max(1, self.max_rows // tokens.shape[0])
-        return max(1, STACK_TOKENS // tokens.numel()) if tokens.device.type == "cpu" else 1 << 30
 
     def _first_layer(self, entry: Pass) -> int:
         return min([n_layers(self.model) - 1, *(self.sites[name].layer for name in entry.masks)])

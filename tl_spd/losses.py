@@ -114,6 +114,14 @@ class ReconTerm(LossTerm):
         return step.kl(self.passes(step.importances, step.generator)).mean()
 
 
+def term_values(terms: Sequence[LossTerm], step: Step) -> list[Float[Tensor, ""]]:
+    """The value of every term before its coefficient; the passes of all reconstruction terms are evaluated together."""
+    passes = {t.name: t.passes(step.importances, step.generator) for t in terms if type(t).value is ReconTerm.value}
+    kl = step.kl([entry for group in passes.values() for entry in group]) if passes else torch.zeros(0)
+    together = dict(zip(passes, kl.split([len(group) for group in passes.values()]), strict=True))
+    return [together[t.name].mean() if t.name in together else t.value(step) for t in terms]
+
+
 def faithfulness(run: Run, weights: Mapping[str, Float[Tensor, "d_in d_out"]]) -> Float[Tensor, ""]:
     """Mean squared difference between ``weights`` (:func:`host_weights`) and what the Run's subcomponents sum to."""
     deltas = [run.components[name].delta(host) for name, host in weights.items()]

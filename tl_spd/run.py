@@ -169,7 +169,7 @@ def _version(package: str) -> str:
         return "not installed"  # run from its source folder
 
 
-def _dtype(model: HookedTransformer) -> torch.dtype:
+def run_dtype(model: HookedTransformer) -> torch.dtype:
     """The dtype of a Run's parameters: float32, or float64 for a float64 host."""
     return torch.float64 if host_dtype(model) == torch.float64 else torch.float32
 
@@ -189,7 +189,7 @@ def new_run(
     ``batch``: tokens and attention mask, from which ``init="inputs"`` takes the sites' inputs.
     """
     generator = torch.Generator().manual_seed(seed)
-    sites, longest, dtype = tuple(sites), n_ctx(model), _dtype(model)
+    sites, longest, dtype = tuple(sites), n_ctx(model), run_dtype(model)
 
     def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype) * std + mean
@@ -221,7 +221,7 @@ def site_inputs(
     for site in sites:
         rows = seen.inputs[site.name] if real is None else seen.inputs[site.name][real]
         if site.lookup:
-            found[site.name] = nn.functional.one_hot(rows.unique(), site.d_in).to(_dtype(model))
+            found[site.name] = nn.functional.one_hot(rows.unique(), site.d_in).to(run_dtype(model))
         else:
             found[site.name] = rows.reshape(-1, site.d_in)
     return found
@@ -334,7 +334,7 @@ def _unfilled(
     where: str,
 ) -> Run:
     """A Run of the recorded shapes in memory that nothing touches before the tensors have been found to fit."""
-    dtype = _dtype(model)
+    dtype = run_dtype(model)
 
     def empty(*shape: int, std: float = 0.0, mean: float = 0.0) -> Tensor:
         return torch.empty(shape, dtype=dtype)

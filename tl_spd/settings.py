@@ -6,7 +6,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from tl_spd.checks import check_whole
 from tl_spd.components import Init
 from tl_spd.importance import ImportanceSpec
-from tl_spd.losses import LossTerm
+from tl_spd.losses import LossTerm, paper_losses
 from tl_spd.run import Run
 
 
@@ -178,6 +178,14 @@ class Settings:
         if lacking := [name for name in names if name not in found]:
             raise ValueError(f"C gives no number of subcomponents for {lacking}.")
         return found
+
+
+def make_settings(sites: Any, C: Any, importance: Any, losses: Any, steps: Any, **further: Any) -> Settings:
+    """The settings that the arguments of ``decompose`` make; unknown names are refused."""
+    if unknown := set(further) - {entry.name for entry in fields(Settings)}:
+        raise TypeError(f"decompose has no settings {sorted(unknown)}; spd.Settings lists those there are.")
+    terms = paper_losses("gpt2") if losses is None else tuple(losses)
+    return Settings(sites if isinstance(sites, str) else tuple(sites), C, importance, terms, steps, **further)
 
 
 def _listed(value: Any) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,10 @@ from tl_spd.checks import check_weights, check_whole, extremes, not_finite
 from tl_spd.data import Batches
 from tl_spd.engine import Batch, Engine
 from tl_spd.importance import Importances, ImportanceSpec, Vector
-from tl_spd.losses import Faithfulness, LossTerm, ReconTerm, Step, host_weights, paper_losses
+from tl_spd.losses import Faithfulness, LossTerm, ReconTerm, Step, host_weights, term_values
+from tl_spd.memory import warn_of_memory
 from tl_spd.run import Run, from_record, new_run
-from tl_spd.settings import Settings
+from tl_spd.settings import Settings, make_settings
 from tl_spd.sites import HookedTransformer, Site, find_sites, host_device, host_dtype
 
 
@@ -54,6 +54,7 @@ def decompose(
     checkpoint_every: int | None = None,
     resume: bool = False,
     progress: bool = True,
+    check_memory: bool = True,
     **settings: Any,
 ) -> Run:
     """Decompose weights of ``model`` into rank-1 subcomponents that explain it on ``data``.
@@ -65,24 +66,23 @@ def decompose(
         out: a folder for the Run, and for checkpoints every ``checkpoint_every`` steps and on KeyboardInterrupt.
             Nobody else may write there meanwhile. A checkpoint is a Run too: ``spd.load(f"{out}/checkpoint", model)``.
         resume: continue from ``out/checkpoint`` if there is one. Settings and data must be the same.
+        check_memory: warn where :func:`~tl_spd.memory.estimate_memory` is above what is free, refuse what can never fit.
         settings: further fields of :class:`~tl_spd.settings.Settings`.
 
     Returns:
         The Run; its history has one row per logged step (losses before coefficients, and :func:`mean_l0`).
 
     Raises:
-        ValueError, TypeError: wrong settings, patterns or data, before training starts.
+        ValueError, TypeError: wrong settings, patterns or data; TooLargeError: too little memory. Before training starts.
         StorageError: another process or thread is writing to ``out``, or its checkpoint is damaged.
         NonFiniteLossError: an activation, a loss or a gradient was not finite; the last checkpoint is kept.
 
-    Whatever ends the training early, KeyboardInterrupt too, carries the Run so far as its attribute ``run``: in a notebook,
-    ``run = sys.last_value.run`` after the cell was interrupted.
+    What ends the training early, KeyboardInterrupt too, carries the Run so far: in a notebook, ``sys.last_value.run``.
     """
-    chosen = _settings(sites, C, importance, losses, steps, **settings)
-    found = find_sites(model, chosen.sites)
-    check_weights(model)
-    batches = Batches(data, model, chosen.batch_size)
-    counts = chosen.counts([site.name for site in found])
+    chosen = make_settings(sites, C, importance, losses, steps, **settings)
+    found, counts, batches = _checked(model, data, chosen)
+    if check_memory:
+        warn_of_memory(model, chosen, batches, saves=out is not None, checkpoints=checkpoint_every is not None)
     with _checkpoint_folder(out, checkpoint_every, resume) as folder:
         saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
         run = from_record(*saved, model, str(folder)) if saved else _fresh_run(model, chosen, found, counts, batches)
@@ -103,11 +103,12 @@ def decompose(
             return trainer.finish(out)
 
 
-def _settings(sites: Any, C: Any, importance: Any, losses: Any, steps: Any, **further: Any) -> Settings:
-    if unknown := set(further) - {entry.name for entry in fields(Settings)}:
-        raise TypeError(f"decompose has no settings {sorted(unknown)}; spd.Settings lists those there are.")
-    terms = paper_losses("gpt2") if losses is None else tuple(losses)
-    return Settings(sites if isinstance(sites, str) else tuple(sites), C, importance, terms, steps, **further)
+def _checked(model: HookedTransformer, data: Any, settings: Settings) -> tuple[Sequence[Site], dict[str, int], Batches]:
+    """The sites, their numbers of subcomponents, and the data as batches; errors where one of them cannot be used."""
+    found = find_sites(model, settings.sites)
+    check_weights(model)
+    batches = Batches(data, model, settings.batch_size)
+    return found, settings.counts([site.name for site in found]), batches
 
 
 def _fresh_run(
@@ -235,17 +236,7 @@ class _Trainer:
         progress = self.step / max(1, self.settings.steps - 1)
         kl = partial(self.engine.kl, batch)
         context = Step(self.run, importances, self.weights, progress, self.mask_generator, kl)
-        values: dict[str, Tensor] = {}
-        together = [term for term in self.settings.losses if type(term).value is ReconTerm.value]
-        passes = [term.passes(importances, self.mask_generator) for term in together]
-        if together:
-            every = kl([entry for group in passes for entry in group])
-            for term, part in zip(together, every.split([len(group) for group in passes]), strict=True):
-                values[term.name] = part.mean()
-        for term in self.settings.losses:
-            if term.name not in values:
-                values[term.name] = term.value(context)
-        return torch.stack([values[term.name].to(self.coeffs.dtype) for term in self.settings.losses])
+        return torch.stack([value.to(self.coeffs.dtype) for value in term_values(self.settings.losses, context)])
 
     def due(self, every: int | None) -> bool:
         """Whether the step just made is the last one or a multiple of ``every``."""

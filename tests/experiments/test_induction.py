@@ -28,7 +28,11 @@ def test_named_positions_part_every_sequence() -> None:
 @pytest.mark.parametrize("name", ["quick", "cpu", "paper"])
 def test_presets_carry_the_papers_settings(name: str) -> None:
     settings = InductionSettings.preset(name, seed=3)
-    assert (settings.C, settings.importance, settings.task) == (100, spd.Attention(d_gate=16), InductionTask())
+    assert (settings.C, settings.importance, settings.task) == (
+        100,
+        spd.Attention(d_gate=16, start=0.0),
+        InductionTask(),
+    )
     coefficients = {term.name: term.coeff for term in settings.losses}
     paper = {term.name: term.coeff for term in spd.paper_losses("induction")}
     assert {key: coefficients[key] for key in paper} == paper
