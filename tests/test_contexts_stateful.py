@@ -311,9 +311,8 @@ class Contexts(RuleBasedStateMachine):
             SEEN["one Run on two hosts"] += other is not bench and bool(shared)
 
     def warned_of_other_weights(self, bench: Bench, context: Context) -> Any:
-        """Expects a warning where a Run meets a host for the first time, and its weights are others in any bit."""
-        below = bench.below()
-        same = bench.dtype == torch.float64 and all(torch.equal(below[n], self.made_for[n]) for n in context.sites)
+        """Expects a warning where a Run meets a host for the first time, and its own weights are others in any bit."""
+        same = bench.dtype == torch.float64 and all(torch.equal(bench.own[n], self.made_for[n]) for n in context.sites)
         if same or context.run in bench.met:
             return nullcontext()
         SEEN["other weights"] += 1

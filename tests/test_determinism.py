@@ -168,6 +168,7 @@ CALLS: dict[str, Call] = {
     "decompose, Shared, function": lambda c: tiny_decompose(
         c.model, lambda step, g: torch.randint(2, 11, (2, 4), generator=g), importance=spd.Shared(4)
     ),
+    "estimate_memory": lambda c: dict(spd.estimate_memory(c.model, TOKENS, sites=OUT, C=3).stages),
     "paper_losses": lambda c: spd.paper_losses("gpt2"),
     "load": lambda c: spd.load(c.folder / "run", c.model),
     "decomposed": lambda c: inside(spd.decomposed(c.model, c.run, "stochastic", generator=generator())),

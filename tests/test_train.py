@@ -728,7 +728,7 @@ class Stop(spd.LossTerm):
         return next(iter(step.run.components.values())).read.sum() * 0
 
 
-@pytest.mark.parametrize(("where", "at"), [("data", 0), ("data", 7), ("term", 4), ("backward", 0), ("backward", 4)])
+@pytest.mark.parametrize(("where", "at"), [("data", 1), ("data", 7), ("term", 4), ("backward", 0), ("backward", 4)])
 def test_an_interrupt_writes_the_last_complete_step(
     tmp_path: Path, where: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,8 +105,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None
     pos, scale = q.shape[1], 1 / math.sqrt(q.shape[-1])
     lowest = torch.finfo(q.dtype).min / 4
     # Lambdas, since flex traces them and whatever decorates them. An index takes one number: dot products are written out.
-    terms = (lambda b, i, n: [q[b, i, d] * relative[n, d] for d in range(q.shape[-1])]) if relative.ndim == 2 else None
-    r = (lambda b, i, n: sum(terms(b, i, n))) if terms else (lambda b, i, n: relative[n])
+    terms = [*zip(q.unbind(-1), relative.unbind(-1), strict=True)] if relative.ndim == 2 else []
+    r = (lambda b, i, n: sum(left[b, i] * right[n] for left, right in terms)) if terms else (lambda b, i, n: relative[n])
     seen = (lambda score, b, j: score) if real is None else (lambda score, b, j: torch.where(real[b, j], score, lowest))
     score_mod = lambda score, b, h, i, j: seen(score + r(b, i, j - i + pos - 1) * scale, b, j)  # noqa: E731
     function = torch.compile(flex_attention, dynamic=False) if q.device.type == "cuda" else flex_attention

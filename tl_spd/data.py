@@ -7,7 +7,6 @@ tensor or a pair ``(tokens, attention_mask)``, with 1 at real tokens and 0 at pa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -94,18 +93,22 @@ class Batches:
             )
         self._iterator: Iterator[Any] | None = None
         self._taken = 0
-        self._ahead: list[Any] = []
+        self._first: tuple[Any, Tensor] | None = None
+        """The batch of step 0 where it was asked for beforehand, and the generator's state behind it."""
 
     def __call__(self, step: int, generator: torch.Generator) -> tuple[Int[Tensor, "batch pos"], Tensor | None]:
         """The batch of ``step``; ``generator`` draws rows or is handed to the user's function."""
+        if step == 0 and self._first is not None:
+            (batch, state), self._first = self._first, None
+            generator.set_state(state)
+            return check_batch(batch, self.model)
         return check_batch(self._raw(step, generator), self.model)
 
     def first(self, generator: torch.Generator) -> tuple[Int[Tensor, "batch pos"], Tensor | None]:
-        """The batch of step 0, which stays to be taken."""
-        batch = self._raw(0, generator)
-        if not self.whole and not callable(self.data):
-            self._ahead, self._taken = [batch], 0
-        return check_batch(batch, self.model)
+        """The batch of step 0, which stays to be taken; ``generator`` must stand as it will at that step."""
+        if self._first is None:
+            self._first = self._raw(0, generator), generator.get_state()
+        return check_batch(self._first[0], self.model)
 
     def _raw(self, step: int, generator: torch.Generator) -> Any:
         if self.whole:
@@ -127,8 +130,8 @@ class Batches:
     def _next(self) -> Any:
         for _ in range(2):  # where the data has ended, once more from its start
             self._iterator = iter(self.data) if self._iterator is None else self._iterator
-            for batch in itertools.chain(self._ahead, self._iterator):
-                self._ahead, self._taken = [], self._taken + 1
+            for batch in self._iterator:
+                self._taken += 1
                 return batch
             self._iterator = None
         raise ValueError(

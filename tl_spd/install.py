@@ -263,11 +263,12 @@ def check_host(model: HookedTransformer, run: Run, sites: Sequence[Site]) -> Non
 
 
 def _own(model: HookedTransformer, site: Site) -> Tensor:
-    """The host's parameter below all suppressed ones in its place."""
+    """The host's parameter below all suppressed ones in its place, in the dtype that the host has now."""
     value: Any = parameter(model, site)
+    dtype = value.dtype
     while hasattr(value, "under"):
         value = value.under
-    return value
+    return value.detach().to(dtype)
 
 
 class _Calls:

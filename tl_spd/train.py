@@ -81,10 +81,10 @@ def decompose(
     """
     chosen = make_settings(sites, C, importance, losses, steps, **settings)
     found, counts, batches = _checked(model, data, chosen)
-    if check_memory:
-        warn_of_memory(model, chosen, batches, saves=out is not None, checkpoints=checkpoint_every is not None)
     with _checkpoint_folder(out, checkpoint_every, resume) as folder:
         saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
+        if check_memory and not (saved and saved[0]["step"] == steps):
+            warn_of_memory(model, chosen, batches, saves=out is not None, checkpoints=checkpoint_every is not None)
         run = from_record(*saved, model, str(folder)) if saved else _fresh_run(model, chosen, found, counts, batches)
         every = checkpoint_every or (steps if saved else None)  # one that was resumed must not look unfinished for ever
         trainer = _Trainer(model, run, chosen)

@@ -291,7 +291,8 @@ def run_facts(
     active = unique_subcomponents(importances, importances.real, min_fraction=0.0)
     metrics = evaluate(model, run, tokens, mask)
     clock("evaluation")
-    selections = pd.concat([choice.table for choice in choices], ignore_index=True)
+    rows = [row for choice in choices for row in choice.table.to_dict("records")]  # pandas 2 warns of empty columns
+    selections = pd.DataFrame(rows, columns=choices[0].table.columns)
     summary = summarize(effects)
     result = FactsResult(run, known, active, unique, selections, effects, summary, trace, swept, metrics, clock.seconds)
     if out is not None:
