@@ -466,7 +466,7 @@ def test_unknown_kinds_are_refused_beside_the_known() -> None:
 
 
 def test_unknown_settings_are_refused_beside_the_known() -> None:
-    with pytest.raises(ValueError, match=r"Vector has no settings \['gate'\]; it has \['d_gate'\]"):
+    with pytest.raises(ValueError, match=r"Vector has no settings \['gate'\]; it has \['d_gate', 'start'\]"):
         spd.ImportanceSpec.from_json({"kind": "Vector", "gate": 3})
 
 

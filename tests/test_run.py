@@ -107,7 +107,9 @@ def test_the_record_says_what_was_used(saved: Any) -> None:
     assert record["n_ctx"] == 8
     assert record["settings"] == run.settings
     assert record["history"] == {"step": [1, 2], "loss": [0.1, 1 / 3]}
-    assert record["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # not all builds say which
+    assert (
+        record["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    )  # not all builds say which
     assert set(record["versions"]) == {"tl_spd", "torch", "transformer-lens", "safetensors"}
     assert set(record["fingerprint"]) == {"blocks.0.mlp.W_out", "blocks.1.mlp.W_out", "*"}
 

@@ -106,7 +106,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None
     lowest = torch.finfo(q.dtype).min / 4
     # Lambdas, since flex traces them and whatever decorates them. An index takes one number: dot products are written out.
     terms = [*zip(q.unbind(-1), relative.unbind(-1), strict=True)] if relative.ndim == 2 else []
-    r = (lambda b, i, n: sum(left[b, i] * right[n] for left, right in terms)) if terms else (lambda b, i, n: relative[n])
+    r = (
+        (lambda b, i, n: sum(left[b, i] * right[n] for left, right in terms))
+        if terms
+        else (lambda b, i, n: relative[n])
+    )
     seen = (lambda score, b, j: score) if real is None else (lambda score, b, j: torch.where(real[b, j], score, lowest))
     score_mod = lambda score, b, h, i, j: seen(score + r(b, i, j - i + pos - 1) * scale, b, j)  # noqa: E731
     function = torch.compile(flex_attention, dynamic=False) if q.device.type == "cuda" else flex_attention

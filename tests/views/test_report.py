@@ -109,7 +109,7 @@ def test_what_lies_in_the_folder_can_be_read_back(folder: Path, tmp_path: Path) 
     page = read(out)
     assert page.texts["title"] == ["Decomposition: mine"]
     assert "9 rank-1 subcomponents of 3 weights, trained for 4 steps." in page.texts["p"][0]
-    assert "Vector (d_gate 2)" in page.texts["p"][0]
+    assert "Vector (d_gate 2, start 1.0)" in page.texts["p"][0]
     weights = page.table("weight", "layer", "d_in", "d_out", "subcomponents")
     assert weights[0] == ["blocks.0.attn.W_Q", "0", "6", "8", "3"]
     assert weights[2] == ["blocks.1.mlp.W_out", "1", "12", "6", "3"]
