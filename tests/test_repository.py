@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -209,26 +210,43 @@ def test_every_file_keeps_the_rule(rule: Rule) -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
-def constraint_lines() -> list[str]:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+def constraint_lines(name: str = "constraints.txt") -> list[str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def test_constraints_are_plain_pins() -> None:
     """A name, ``==``, a public version, perhaps a Python version: no option, address or local build."""
     pin = re.compile(r'[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+(; python_version (<|>=) "3\.\d+")?')
-    assert [line for line in constraint_lines() if not pin.fullmatch(line)] == []
+    lines = constraint_lines() + constraint_lines("constraints-oldest.txt")
+    assert [line for line in lines if not pin.fullmatch(line)] == []
+
+
+def needs() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return list(map(Requirement, sum(project["optional-dependencies"].values(), project["dependencies"])))
+
+
+def test_the_oldest_versions_are_the_lower_bounds() -> None:
+    pins = dict(line.split("==") for line in constraint_lines("constraints-oldest.txt"))
+    oldest = {canonicalize_name(name): Version(version) for name, version in pins.items()}
+    for need in needs():
+        bounds = [Version(part.version) for part in need.specifier if part.operator == ">="]
+        assert bounds, f"{need} has no lower bound"
+        found = oldest[canonicalize_name(need.name)]
+        assert found in need.specifier
+        assert found.release[: len(bounds[0].release)] == bounds[0].release, (
+            f"{need} was tested with {found} at the oldest"
+        )
 
 
 def test_every_dependency_is_pinned_within_its_range() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *(r for e in project["optional-dependencies"].values() for r in e)]
     for python in ("3.10", "3.11"):
         pins = {}
         for line in map(Requirement, constraint_lines()):
             if line.marker is None or line.marker.evaluate({"python_version": python}):
                 assert pins.setdefault(canonicalize_name(line.name), line) is line, f"{line.name} is pinned twice"
-        for need in map(Requirement, wanted):
+        for need in needs():
             assert canonicalize_name(need.name) in pins, f"{need.name} has no pin for Python {python}"
             version = next(iter(pins[canonicalize_name(need.name)].specifier)).version
             assert need.specifier.contains(version), f"{need} does not allow the pin {version}"
@@ -236,6 +254,16 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
 
 def test_nothing_names_a_registry() -> None:
     """Where packages come from is the machine's choice."""
-    files = [ROOT / name for name in ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run")]
+    files = [
+        ROOT / name
+        for name in (
+            "constraints.txt",
+            "constraints-oldest.txt",
+            "pyproject.toml",
+            "Makefile",
+            ".ci/run",
+            ".ci/versions",
+        )
+    ]
     words = re.compile(r"index-url|find-links|--trusted-host|pypi\.|pythonhosted|whl/")
     assert [f.name for f in files if words.search(f.read_text(encoding="utf-8"))] == []
