@@ -123,7 +123,7 @@ def test_what_lies_in_the_folder_can_be_read_back(folder: Path, tmp_path: Path) 
     how = dict(page.table("what", "value"))
     record = json.loads((folder / "run" / "record.json").read_text())
     assert how["seed"] == "0"
-    assert how["version of torch"] == torch.__version__
+    assert how["version of torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert how["commit (settings)"] == "abc123"
     assert how["digest of the Run's tensors"] == record["tensors"]["blake2b"]
     assert how["blocks.0.attn.W_Q"] == record["fingerprint"]["blocks.0.attn.W_Q"]
