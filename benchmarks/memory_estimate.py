@@ -111,9 +111,8 @@ def main(arguments: Arguments) -> None:
     table["predicted / allocated"] = table["predicted"] / table["allocated"]
     for name in ("predicted", "allocated", "resident"):
         table[f"{name}, MB"] = table.pop(name) / 1e6
-    text = (
-        "Beside the host; `seconds` is what the prediction took. " + __doc__.splitlines()[2] + "\n\n" + markdown(table)
-    )
+    how = " ".join((__doc__ or "").split("\n\n")[1].split())
+    text = "Beside the host; `seconds` is what the prediction took. " + how + "\n\n" + markdown(table)
     publish("memory_estimate", "Peak memory of trainings, predicted and measured", text, rows)
 
 

@@ -39,20 +39,24 @@ def rows(batch: int, pos: int = 12) -> Tensor:
     return tiny_tokens(batch, pos)
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "scalar": ("llama", dict(importance=spd.Scalar(4), losses=FEW)),
-    "attention": ("shortformer", dict(importance=spd.Attention(d_gate=4), losses=spd.paper_losses("induction"))),
-    "vector, one stack of 4 rows": ("parallel", dict(losses=spd.paper_losses("gpt2"), max_rows=4)),
-    "shared, many parameters": ("gpt2", dict(importance=spd.Shared(hidden=3000), losses=FEW, sites="blocks.0.mlp.*")),
-    "last token, all sites": ("gpt2", dict(losses=FEW, last_token_only=True, sites="*")),
-    "warm-up is the peak": ("gpt2", dict(importance=spd.Scalar(1), losses=FEW[:2], C=200, sites="blocks.*.mlp.*")),
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "scalar": ("llama", 8, dict(importance=spd.Scalar(4), losses=FEW)),
+    "attention": ("shortformer", 8, dict(importance=spd.Attention(d_gate=4), losses=spd.paper_losses("induction"))),
+    "vector, one stack of 4 rows": ("parallel", 8, dict(losses=spd.paper_losses("gpt2"), max_rows=4)),
+    "shared, many parameters": (
+        "gpt2",
+        1,
+        dict(importance=spd.Shared(hidden=3000), losses=FEW, sites="blocks.0.mlp.*"),
+    ),
+    "last token, all sites": ("gpt2", 8, dict(losses=FEW, last_token_only=True, sites="*")),
+    "warm-up is the peak": ("gpt2", 8, dict(importance=spd.Scalar(1), losses=FEW[:2], C=200, sites="blocks.*.mlp.*")),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_what_the_allocator_gives_out(case: str) -> None:
-    style, changes = CASES[case]
-    model, data = tiny_host(style, dtype=torch.float32, n_ctx=12), rows(8)
+    style, batch, changes = CASES[case]
+    model, data = tiny_host(style, dtype=torch.float32, n_ctx=12), rows(batch)
     arguments = dict(sites="blocks.*", C=5, importance=spd.Vector(4), steps=3, warmup=WARM_UP, progress=False) | changes
     found = spd.estimate_memory(model, data, **arguments)
     measured = allocated(lambda: spd.decompose(model, data, **arguments))
