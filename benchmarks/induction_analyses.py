@@ -18,9 +18,10 @@ import tyro
 import tl_spd as spd
 from benchmarks.common import markdown, publish
 from benchmarks.induction import short
+from benchmarks.patching import check_table, correlation_table, patch_pair
 from tl_spd.analysis.adversarial import Adversary, adversarial_recon
 from tl_spd.analysis.attention import attention_without_positions
-from tl_spd.analysis.patching import answer_metric, compare_whole_sites, correlations, joint_shares, patch_subcomponents
+from tl_spd.analysis.patching import answer_metric
 from tl_spd.analysis.pruning import rank1_curve
 from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
@@ -74,17 +75,10 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     corrupted, m = clean.clone(), int(s1[0]) + 1
     corrupted[0, m] = (clean[0, m] + 64) % task.vocab
     metric = answer_metric(model, int(clean[0, m]), int(corrupted[0, m]))
-    patches = patch_subcomponents(model, run, clean, corrupted, metric)
-    shares = joint_shares(model, run, clean, corrupted, metric, patches)
-    return {
-        "numbers": numbers,
-        "curve": curve,
-        "curve seconds": seconds,
-        "patches": patches[patches.effect.abs() > 1e-3],
-        "shares": shares[shares.tl_effect.abs() > 0.1],
-        "whole": compare_whole_sites(model, run, clean, corrupted, metric),
-        "correlations": correlations(patches),
-    }
+    tables = patch_pair(model, run, clean, corrupted, metric)
+    tables["patches"] = tables["patches"][tables["patches"].effect.abs() > 1e-3]
+    tables["shares"] = tables["shares"][tables["shares"].tl_effect.abs() > 0.1]
+    return {"numbers": numbers, "curve": curve, "curve seconds": seconds} | tables
 
 
 def main(arguments: Arguments) -> None:
@@ -100,14 +94,6 @@ def main(arguments: Arguments) -> None:
     }
     shares = pd.concat([r["shares"].assign(seed=seed) for seed, r in results.items()])
     shares = shares.assign(site=shares.site.map(short)).set_index(["seed", "site", "position", "k"])
-    found = pd.concat([r["correlations"].assign(seed=seed) for seed, r in results.items()])
-    found = found[found.site == "all"].set_index(["seed", "first", "second"])
-    whole = {seed: result["whole"] for seed, result in results.items()}
-    checks = {
-        seed: {"largest |TransformerLens's effect|": t.tl_effect.abs().max(), "largest |difference|": t.difference.abs().max(),
-               "largest |unexplained by the delta|": t.unexplained.abs().max()}
-        for seed, t in whole.items()
-    }  # fmt: skip
     parts = [
         f"Runs of the preset {arguments.preset}; {arguments.sequences} held-out sequences, scored at the last token.",
         markdown(pd.DataFrame({f"seed {seed}": result["numbers"] for seed, result in results.items()})),
@@ -117,9 +103,9 @@ def main(arguments: Arguments) -> None:
         " largest effect carry of TransformerLens's patch of the whole site, where that is above 0.1",
         markdown(shares[["joint_effect", "summed_effect", "tl_effect", "joint_share"]]),
         "All subcomponents of a site together against TransformerLens's patch",
-        markdown(pd.DataFrame(checks)),
+        check_table(results),
         "How well cheaper numbers predict effects (all sites together)",
-        markdown(found[["n", "pearson", "spearman"]]),
+        correlation_table(results, ["seed"]),
     ]
     data = {
         seed: {
