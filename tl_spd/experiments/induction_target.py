@@ -34,6 +34,7 @@ from tl_spd.sites import HookedTransformer, HookedTransformerConfig
 HELD_OUT_SEED = 7_919  # added to the training seed, so that held-out sequences are other ones
 TRAIN_SEED = 1_000_003
 SMOOTHING_STEPS = 50  # width of the running mean that `phase_change_step` looks at
+LARGEST = 10**8  # numbers in embeddings and causal mask: more are a mistake, or a trap in a stranger's settings
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class InductionTask:
             raise ValueError(
                 "InductionTask: vocab must be at least 1 and length at least 3 (s, m and the final s), "
                 f"found {self.vocab} and {self.length}."
+            )
+        if (numbers := 34 * self.vocab + self.length**2) > LARGEST:
+            raise ValueError(
+                f"InductionTask: a model for vocab {self.vocab} and length {self.length} holds {numbers:.1e} numbers; "
+                f"at most {LARGEST:.0e} are allowed."
             )
 
     @property
