@@ -291,12 +291,8 @@ class _Trials:
         check_whole(max_rows=max_rows)
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1 trial, found {max_rows}.")
-        self.twin, self.prompts, self.directions, self.max_rows = (
-            make_twin(model),
-            [prompt, *spare],
-            directions,
-            max_rows,
-        )
+        self.twin, self.prompt, self.spare = make_twin(model), prompt, spare
+        self.directions, self.max_rows = directions, max_rows
         self.names = [(name, index) for name, pool in directions.items() for index in range(len(pool))]
         self.parts: dict[str, Components] = {}
         for site in check_directions(model, directions):
@@ -306,10 +302,9 @@ class _Trials:
             self.parts[site.name] = Components(site, r, w * strength[:, None])
 
     @torch.no_grad()
-    def p(self, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "prompts rows"]:
-        """The answers' probabilities with each row's candidates suppressed: the prompt's, then those of the spared ones."""
-        parts = taken.split(self.max_rows)
-        return torch.stack([torch.cat([self._p(prompt, part) for part in parts]) for prompt in self.prompts])
+    def p(self, prompt: Prompt, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "rows"]:
+        """The answer's probability with each row's candidates suppressed."""
+        return torch.cat([self._p(prompt, part) for part in taken.split(self.max_rows)])
 
     def _p(self, prompt: Prompt, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "rows"]:
         sites = [parts.site for parts in self.parts.values()]
@@ -332,25 +327,46 @@ class _Trials:
     def select(self, k: int) -> pd.DataFrame:
         """The greedy choice, see :func:`select_by_effect`."""
         _check_k(k)
-        device = self.prompts[0].tokens.device
+        device = self.prompt.tokens.device
         one_each = torch.eye(len(self.names), dtype=torch.bool, device=device)
         taken = torch.zeros(len(self.names), dtype=torch.bool, device=device)
-        before = self.p(taken[None])
+        before, *spared = (self.p(prompt, taken[None]) for prompt in (self.prompt, *self.spare))
         rows: list[tuple[int, str, int, float, float, float, int]] = []
         tried, least = 0, 1.0
         while len(rows) < k and not bool(taken.all()):
             left = (~taken).nonzero()[:, 0]
-            p = self.p(taken | one_each[left])
-            ratio, change = p[0] / before[0], (p[1:] / before[1:] - 1).abs().sum(0) / max(1, len(p) - 1)
+            p = self.p(self.prompt, taken | one_each[left])
             tried += len(left)
-            best = int((ratio + change).argmin())
-            if not (ratio + change)[best].item() < least:
+            best, change = self._best(taken | one_each[left], p / before, spared)
+            ratio = float(p[best] / before)
+            if not ratio + change < least:
                 break
-            least = (ratio + change)[best].item()
+            least = ratio + change
             taken[left[best]] = True
-            numbers = (p[0, best].item(), ratio[best].item(), change[best].item(), tried)
-            rows.append((len(rows) + 1, *self.names[int(left[best])], *numbers))
+            rows.append((len(rows) + 1, *self.names[int(left[best])], p[best].item(), ratio, change, tried))
         return pd.DataFrame(rows, columns=["round", "site", "index", "p", "ratio", "change", "tried"])
+
+    def _best(self, trials: Tensor, ratio: Tensor, spared: Sequence[Tensor]) -> tuple[int, float]:
+        """The trial of least ``ratio + change``, the first of equals, and its change.
+
+        A change only adds: the trial of least ratio sets what is to be beaten, and spared prompts run only for the trials
+        that still can, fewer with every prompt.
+        """
+        first, count = ratio.argmin()[None], max(1, len(spared))
+        bound = (
+            ratio[first] + sum(self._moved(*one, trials[first]) for one in zip(self.spare, spared, strict=True)) / count
+        )
+        rows = (ratio <= bound).index_fill(0, first, True).nonzero()[:, 0]
+        total = torch.zeros_like(ratio[rows])
+        for prompt, before in zip(self.spare, spared, strict=True):
+            total = total + self._moved(prompt, before, trials[rows])
+            still = (ratio[rows] + total / count <= bound) | (rows == first)  # other batches may round another way
+            rows, total = rows[still], total[still]
+        best = int((ratio[rows] + total / count).argmin())
+        return int(rows[best]), float(total[best] / count)
+
+    def _moved(self, prompt: Prompt, before: Tensor, trials: Tensor) -> Tensor:
+        return (self.p(prompt, trials) / before - 1).abs()
 
     def best(self, k: int) -> dict[str, Directions]:
         """The directions that :meth:`select` chooses."""
