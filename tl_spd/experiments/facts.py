@@ -107,7 +107,14 @@ class FactsSettings:
         small = {"*": 600, "*.W_[KV]": 200}  # a little above SmolLM2's ranks of 576 and 192
         presets = {
             "quick": cls(("blocks.[0-2].mlp.W_*",), steps=150, control_draws=2, trace_draws=4),
-            "cpu": cls(_layers("[0-5]"), steps=100, C=small),
+            "cpu": cls(
+                _layers("[0-5]"),
+                steps=100,
+                C=small,
+                optimizer=Optimizer(lr=5e-3, component_lr=2e-5),
+                candidates=400,  # all that are unique: among as many sites the most important ones need not be those that matter
+                control_draws=3,
+            ),
             "gpt2": cls(
                 _layers("*"),
                 steps=20_000,
