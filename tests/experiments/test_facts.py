@@ -158,7 +158,7 @@ def test_presets_differ_in_what_they_cost_alone() -> None:
         assert [fact.answer for fact in settings.facts.pair] == [" golf", " basketball"]
     assert paper.facts.pair[0].prompt == "Tiger Woods plays the sport of"
     quick, cpu = FactsSettings.preset("quick"), FactsSettings.preset("cpu")
-    assert (quick.losses, quick.optimizer) == (cpu.losses, cpu.optimizer)
+    assert (quick.losses, quick.optimizer.lr) == (cpu.losses, cpu.optimizer.lr)
     with pytest.raises(ValueError, match="No preset 'slow'"):
         FactsSettings.preset("slow")
     with pytest.raises(ValueError, match="must be at least 1 and spared at least 0, found 0"):
