@@ -675,6 +675,18 @@ def test_generate_refuses_masked_embeddings(name: str) -> None:
             model.generate(TOKENS[:, :2], 2, **settings)
 
 
+@pytest.mark.parametrize("point", ["hook_embed", "hook_pos_embed", "blocks.0.hook_resid_pre"])
+def test_a_refused_generate_in_which_a_hook_raises_leaves_nothing_behind(point: str) -> None:
+    model = tiny_host("gpt2")
+    settings = {"do_sample": False, "stop_at_eos": False, "verbose": False}
+    for name in ("embed.W_E", "pos_embed.W_pos"):
+        with spd.decomposed(model, tiny_run(model, name), masks="ones"):
+            wanted = model(TOKENS)
+            with pytest.raises((RuntimeError, Stop)), model.hooks(fwd_hooks=[(point, raising(Stop()))]):
+                model.generate(TOKENS[:, :2], 2, **settings)
+            assert torch.equal(model(TOKENS), wanted)
+
+
 def test_key_value_caches() -> None:
     model = tiny_host("llama")
     model.set_tokenizer(tiny_tokenizer("left"))
@@ -1288,9 +1300,8 @@ def test_parts_of_a_host_cannot_be_called_inside() -> None:
         with pytest.raises(RuntimeError, match=r"blocks.1.attn.W_Q was reached outside a call"):
             model.blocks[1](resid)
         assert torch.equal(model(TOKENS), wanted)
-        model.embed(TOKENS)
-        with pytest.raises(RuntimeError, match=r"embed.W_E was used without its mask: outside a call"):
-            model(TOKENS)  # says so once
+        with pytest.raises(RuntimeError, match=r"embed.W_E was reached outside a call"):
+            model.embed(TOKENS)
         assert torch.equal(model(TOKENS), wanted)
 
 

@@ -25,13 +25,13 @@ from torch.utils.hooks import RemovableHandle
 
 from tl_spd.checks import check_finite, check_seen, check_whole
 from tl_spd.data import check_batch
+from tl_spd.hooks import HookSet
 from tl_spd.importance import Importances
 from tl_spd.install import masked_output
 from tl_spd.masks import Pass, check_fits, check_masks
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, Site, n_layers
 from tl_spd.wiring import (
-    HookSet,
     Observation,
     Reader,
     Start,

@@ -7,6 +7,10 @@
 3. On leaving, exactly these hooks are removed. If somebody else removed them before, the next call and leaving say so.
 
 Where contexts overlap, also with ``suppressed``, the innermost wins, site by site, and they may be left in any order.
+
+An interrupt (Ctrl-C), while entering or leaving too, leaves the host as it was. Where it falls into the few steps of Python's
+own ``contextlib`` around these, the host is put back when the interrupt's traceback is let go, in a notebook at the next
+error. A second interrupt within the same leaving is not provided for.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -26,6 +30,7 @@ import torch
 from torch import Tensor
 
 from tl_spd.checks import check_finite, check_shares
+from tl_spd.hooks import HookSet
 from tl_spd.importance import Importances
 from tl_spd.masks import Pass, check_fits, check_masks, make_masks
 from tl_spd.run import Run
@@ -40,11 +45,9 @@ from tl_spd.sites import (
     parameter,
 )
 from tl_spd.wiring import (
-    HookSet,
     Observation,
     Reader,
     make_twin,
-    masked_by_tl_spd,
     new_cache,
     observe,
     padding_mask,
@@ -133,11 +136,14 @@ def decomposed(
     """
     installation = _Installation(model, run, run.select(sites), masks, importances, generator, threshold)
     try:
-        installation.enter()
-        yield model
-        installation.check()
+        try:
+            installation.enter()
+            yield model
+            installation.check()
+        finally:
+            installation.leave()
     finally:
-        installation.leave()
+        installation.leave()  # once more, where an interrupt cut the first short
 
 
 @dataclass(eq=False)
@@ -150,6 +156,7 @@ class _Installation:
     generator: torch.Generator | None
     threshold: float
     now: Mapping[str, Tensor] | None = None  # the masks of the call that is running
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # what that call has read and not yet masked
     hooks: HookSet = field(default_factory=HookSet)
     original: _Original | None = None
 
@@ -172,16 +179,19 @@ class _Installation:
         check_host(self.model, self.run, self.sites)
         if isinstance(self.masks, str) and self.masks != "ones" and self.given is None:
             self.original = _Original(self.model, self.run, self.sites)
+        self.calls = _Calls.of(self.model)
 
     def enter(self) -> None:
-        self.entered, self.calls, self.reader = next_entered(), _Calls.of(self.model), Reader(self.model, self.sites)
+        self.entered = next_entered()
+        self.model.forward = self.calls  # type: ignore[method-assign]
+        Reader(self.model, self.sites, self.hooks, self.read)  # kept by its hooks
         for site in self.sites:
             self.hooks.add(self.model, *write_hook(self.model, site, self.producer(site)))
         self.calls.listeners.append(self)
 
     def leave(self) -> None:
+        """Undo all that ``enter`` did, or as much of it as it did. What was cut short can be repeated."""
         self.calls.remove(self)
-        self.reader.remove()
         self.hooks.remove()
         self.original = None
 
@@ -192,27 +202,28 @@ class _Installation:
                 "Leave the context first, or use model.reset_hooks() without including_permanent=True."
             )
 
-    @contextmanager
-    def call(self, args: tuple, kwargs: dict) -> Iterator[None]:
-        """Around one call of the host: makes its masks first. A call inside a call leaves the outer one as it was."""
+    def begin(self, args: tuple, kwargs: dict) -> None:
+        """Make the masks of a call of the host."""
         self.check()
-        if self.now is None:
-            self.check_used()
-        outer = self.now, self.reader.inputs
-        self.now, self.reader.inputs = self.masks_of(args, kwargs), {}
-        try:
-            yield
-            self.check_used()
-        finally:
-            self.now, self.reader.inputs = outer
+        self.now, self.inputs = self.masks_of(args, kwargs), {}
 
     def check_used(self) -> None:
-        if unused := list(self.reader.inputs):
-            self.reader.inputs.clear()
+        if self.inputs:
             raise RuntimeError(
-                f"{unused[0]} was used without its mask: outside a call of the model (as generate() embeds tokens; "
-                "choose sites= without embed.W_E), or because its hook point was switched off inside the context."
+                f"{next(iter(self.inputs))} was used without its mask: its hook point was switched off inside the context."
             )
+
+    def read(self, name: str, x: Tensor) -> None:
+        self.masks_now(name)  # refuses to read outside a call
+        self.inputs[name] = x
+
+    def masks_now(self, name: str) -> Mapping[str, Tensor]:
+        if self.now is None:
+            raise RuntimeError(
+                f"{name} was reached outside a call: use model(...), not its parts. generate() embeds tokens outside its "
+                "calls: choose sites= without the embeddings."
+            )
+        return self.now
 
     def masks_of(self, args: tuple, kwargs: dict) -> Mapping[str, Tensor]:
         if not isinstance(self.masks, str):
@@ -226,14 +237,10 @@ class _Installation:
         return lambda like: self.produce(site, like)
 
     def produce(self, site: Site, like: Tensor) -> Tensor | None:
-        if self.now is None:
-            for listener in self.calls.listeners:  # what they have read of it comes to nothing, too
-                listener.reader.inputs.clear()
-            raise RuntimeError(f"{site.name} was reached outside a call: use model(...), not its parts.")
-        x = self.reader.inputs.pop(site.name)
+        masks, x = self.masks_now(site.name), self.inputs.pop(site.name)
         if getattr(parameter(self.model, site), "entered", 0) > self.entered:
             return None  # suppressed inside this context: the innermost wins
-        return masked_output(self.model, self.run, site, x, self.now[site.name], like)
+        return masked_output(self.model, self.run, site, x, masks[site.name], like)
 
 
 _compared: weakref.WeakKeyDictionary[HookedTransformer, weakref.WeakSet[Run]] = weakref.WeakKeyDictionary()
@@ -280,16 +287,25 @@ class _Calls:
 
     @staticmethod
     def of(model: HookedTransformer) -> _Calls:
+        """What stands in for the host's ``forward`` already, or what could."""
         calls = vars(model).get("forward")
-        if not isinstance(calls, _Calls):
-            calls = model.forward = _Calls(model)  # type: ignore[method-assign]
-        return calls
+        return calls if isinstance(calls, _Calls) else _Calls(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as calls:
-            for listener in tuple(self.listeners):
-                calls.enter_context(listener.call(args, kwargs))
-            return (self.own or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
+        """One call of the host. A call inside a call leaves the outer one as it was."""
+        outer = [(listener, listener.now, listener.inputs) for listener in self.listeners]
+        try:
+            try:
+                for listener, *_ in outer:
+                    listener.begin(args, kwargs)
+                found = (self.own or MethodType(type(self.model).forward, self.model))(*args, **kwargs)
+                for listener, *_ in outer:
+                    listener.check_used()
+                return found
+            finally:
+                _resume(outer)
+        finally:
+            _resume(outer)  # once more, where an interrupt cut the first short
 
     def __deepcopy__(self, memo: dict) -> Any:  # a copy of the host is a plain host
         for listener in self.listeners:
@@ -300,19 +316,24 @@ class _Calls:
     def remove(self, listener: _Installation) -> None:
         self.listeners = [other for other in self.listeners if other is not listener]
         if not self.listeners and vars(self.model).get("forward") is self:
-            del self.model.forward
-            if self.own is not None:
+            if self.own is None:
+                del self.model.forward
+            else:
                 self.model.forward = self.own
+
+
+def _resume(outer: list[tuple[_Installation, Mapping[str, Tensor] | None, dict[str, Tensor]]]) -> None:
+    for listener, now, inputs in outer:
+        listener.now, listener.inputs = now, inputs
 
 
 def _leave_out(listener: _Installation, memo: dict[int, Any]) -> None:
     """Take our hooks out of the copy of the host that ``copy.deepcopy`` is making with ``memo``: it takes hooks along."""
-    for handle in [*listener.reader.handles, *listener.hooks.handles()]:
-        for table in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-            memo.get(id(table()), {}).pop(handle.id, None)
+    for table, key in listener.hooks.entries():
+        memo.get(id(table), {}).pop(key, None)
     for point in listener.model.hook_dict.values():
         copied = memo.get(id(point.fwd_hooks), [])
-        copied[:] = [handle for handle in copied if handle.user_hook is not masked_by_tl_spd]
+        copied[:] = [handle for handle in copied if handle.user_hook is not listener.hooks.mark]
 
 
 class _Original:

@@ -31,6 +31,7 @@ from transformer_lens import HookedTransformer as HookedTransformer
 from transformer_lens import HookedTransformerConfig as HookedTransformerConfig
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as KeyValueCache  # noqa: F401
 from transformer_lens.hook_points import HookPoint as HookPoint
+from transformer_lens.hook_points import LensHandle as LensHandle
 from transformer_lens.patching import generic_activation_patch as generic_activation_patch
 from transformer_lens.patching import layer_pos_patch_setter as layer_pos_patch_setter
 from transformer_lens.utilities import get_attention_mask as get_attention_mask

@@ -4,7 +4,7 @@
    after the other (``sequential=True``).
 2. Directions come from a Run's subcomponents, from singular vectors of the host's weight, from chance, or from the user.
 3. The context managers put edited weights in the place of the host's parameters and put the very same objects back. Where
-   contexts overlap the innermost wins, site by site, and they may be left in any order.
+   contexts overlap the innermost wins, site by site, and they may be left in any order. Interrupts: see ``install``.
 4. :func:`suppressed_copy` is a host of its own with edited weights; :func:`save_weights` writes any host's weights.
 
 Source: the paper on transformers, which suppresses rank-1 subcomponents in this way. Approximations: none.
@@ -208,13 +208,16 @@ def suppressed_directions(
         ValueError: unknown sites or directions of another shape than the site's, before anything is changed.
     """
     new = _edited(model, directions, sequential)
-    for site, edit in new:
-        edit.under, edit.entered = replace_parameter(model, site, edit), next_entered()
     try:
-        yield model
+        try:
+            for site, edit in new:
+                edit.entered = next_entered()
+                replace_parameter(model, site, edit)
+            yield model
+        finally:
+            _take_out(model, new)
     finally:
-        for site, edit in new:
-            _take_out(model, site, edit)
+        _take_out(model, new)  # once more, where an interrupt cut the first short
 
 
 class _Edited(nn.Parameter):  # a suppressed weight in the place of the one under it, which may be one itself
@@ -234,7 +237,9 @@ def _edited(
     for site in sites:
         own, chosen = parameter(model, site), directions[site.name]
         edited = suppressed_weight(fold(site, own), chosen.read, chosen.write, sequential)
-        new.append((site, _Edited(unfold(site, edited), requires_grad=own.requires_grad)))
+        edit = _Edited(unfold(site, edited), requires_grad=own.requires_grad)
+        edit.under = own
+        new.append((site, edit))
     return new
 
 
@@ -250,17 +255,18 @@ def check_directions(model: HookedTransformer, directions: Mapping[str, Directio
     return list(sites.values())
 
 
-def _take_out(model: HookedTransformer, site: Site, edit: _Edited) -> None:
-    """Take ``edit`` out of the pile on a host's parameter, wherever in the pile it is."""
-    if (edit.under.dtype, edit.under.device) != (edit.dtype, edit.device):  # the host was cast or moved inside
-        edit.under.data = edit.under.data.to(edit)
-    above = parameter(model, site)
-    while isinstance(above, _Edited) and above is not edit and above.under is not edit:
-        above = above.under
-    if isinstance(above, _Edited) and above is not edit:
-        above.under = edit.under
-    else:
-        replace_parameter(model, site, edit.under)
+def _take_out(model: HookedTransformer, new: Sequence[tuple[Site, _Edited]]) -> None:
+    """Take edits out of the piles on a host's parameters, wherever in the pile each is. Can be repeated."""
+    for site, edit in new:
+        if (edit.under.dtype, edit.under.device) != (edit.dtype, edit.device):  # the host was cast or moved inside
+            edit.under.data = edit.under.data.to(edit)
+        above = top = parameter(model, site)
+        while isinstance(above, _Edited) and above is not edit and above.under is not edit:
+            above = above.under
+        if top is edit or not isinstance(top, _Edited):
+            replace_parameter(model, site, edit.under)
+        elif isinstance(above, _Edited):  # else it is out already
+            above.under = edit.under
 
 
 # --- copies and files ------------------------------------------------------------------------------------------------

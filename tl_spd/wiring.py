@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import BackwardHook, RemovableHandle
+from torch.utils.hooks import BackwardHook
 
+from tl_spd.hooks import HookSet, removing
 from tl_spd.sites import (
     Hook,
     HookedTransformer,
@@ -41,11 +42,21 @@ class Reader:
     """Watches a host and keeps the latest input of each site in ``inputs`` (``[batch, pos, d_in]`` or indices).
 
     Q, K, V inputs have a head axis where the host splits them. ``remove`` takes exactly these hooks away.
+
+    Args:
+        hooks: where the hooks are noted, for who must take them away even if this is cut short.
+        keep: takes a site's name and its input, in place of ``inputs``.
     """
 
-    def __init__(self, model: HookedTransformer, sites: Sequence[Site]):
+    def __init__(
+        self,
+        model: HookedTransformer,
+        sites: Sequence[Site],
+        hooks: HookSet | None = None,
+        keep: Callable[[str, Tensor], None] | None = None,
+    ):
         self.inputs: dict[str, Tensor] = {}
-        self.handles: list[RemovableHandle] = []
+        self.hooks, self.keep = hooks or HookSet(), keep or self.inputs.__setitem__
         modules: dict[str, list[Site]] = {}
         for site in sites:
             modules.setdefault(site.name.rpartition(".")[0], []).append(site)
@@ -56,35 +67,37 @@ class Reader:
         module = model.get_submodule(path)
         late = {"W_O": "hook_z", "W_out": "hook_post", "W_U": "hook_in"}
         if early := [site for site in here if site.kind not in late]:
-            handle = module.register_forward_pre_hook(
-                lambda reached, args, kwargs: self._at_entry(module, early, reached, args, kwargs), with_kwargs=True
+            self.hooks.put(
+                module.register_forward_pre_hook,
+                lambda reached, args, kwargs: self._at_entry(module, early, reached, args, kwargs),
+                with_kwargs=True,
             )
-            self.handles.append(handle)
         for site in here:
             if site.kind in late:
                 self._watch_last(getattr(module, late[site.kind]), site)
 
     def _watch_last(self, point: HookPoint, site: Site) -> None:
-        handle = point.register_forward_hook(lambda reached, _, value: self._at_last(point, site, reached, value))
-        last = point.register_forward_pre_hook(lambda reached, _: reached._forward_hooks.move_to_end(handle.id))
-        self.handles += [handle, last]  # a hook added later may change the value: read behind it
+        read = self.hooks.put(
+            point.register_forward_hook, lambda reached, _, value: self._at_last(point, site, reached, value)
+        )
+        last = lambda reached, _: reached._forward_hooks.move_to_end(read.id)  # noqa: E731
+        self.hooks.put(point.register_forward_pre_hook, last)  # a hook added later may change the value: read behind it
 
     def _at_entry(self, own: nn.Module, sites: list[Site], reached: nn.Module, args: tuple, kwargs: dict) -> None:
         if reached is own:  # and not that of a deep copy of the host, which takes its hooks along
-            self.inputs.update({site.name: _entry_input(site, args, kwargs) for site in sites})
+            for site in sites:
+                self.keep(site.name, _entry_input(site, args, kwargs))
 
     def _at_last(self, own: nn.Module, site: Site, reached: nn.Module, value: Tensor) -> None:
         if reached is own:
             if reached._backward_hooks:  # they see the masked pass, which branches off here
                 watch = BackwardHook(reached, [*reached._backward_hooks.values()], [])
                 value = watch.setup_output_hook(watch.setup_input_hook((value,))[0])
-            self.inputs[site.name] = value.flatten(2)
+            self.keep(site.name, value.flatten(2))
 
     def remove(self) -> None:
         """Take the hooks away and forget the inputs."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        self.hooks.remove()
         self.inputs.clear()
 
 
@@ -216,42 +229,6 @@ def write_hook(
     return write_point(model, site), lambda value, hook: produce(value)
 
 
-def masked_by_tl_spd(tensor: Tensor, hook: HookPoint) -> None:
-    """Stands in the host's list of hooks for a masked output; removing it counts as taking the Run out."""
-
-
-@dataclass
-class HookSet:
-    """What writes on a host: ahead of all hooks of a point, as its input, so that backward hooks see it too."""
-
-    _placed: list[tuple[HookPoint, Any, RemovableHandle]] = field(default_factory=list)
-
-    def add(self, model: HookedTransformer, name: str, function: Callable[..., Tensor | None]) -> None:
-        """Let a writing hook write at the hook point ``name``, behind earlier installations (the innermost wins)."""
-        point = model.hook_dict[name]
-        point.add_hook(masked_by_tl_spd, is_permanent=True)
-        write = point.register_forward_pre_hook(
-            lambda reached, args: function(*args, hook=point) if reached is point else None  # not in copies of the host
-        )
-        self._placed.append((point, point.fwd_hooks[-1], write))
-
-    def missing(self) -> list[str]:
-        """Names of hook points from which somebody else has removed our hook."""
-        return [str(point.name) for point, handle, _ in self._placed if handle.hook.id not in point._forward_hooks]
-
-    def handles(self) -> list[RemovableHandle]:
-        """Torch's handles of all hooks that were added."""
-        return [one for _, handle, write in self._placed for one in (handle.hook, write)]
-
-    def remove(self) -> None:
-        """Remove exactly the hooks that were added."""
-        for point, handle, write in self._placed:
-            write.remove()
-            handle.hook.remove()
-            point.fwd_hooks[:] = [other for other in point.fwd_hooks if other is not handle]
-        self._placed.clear()
-
-
 # --- the original model ----------------------------------------------------------------------------------------------
 
 
@@ -293,10 +270,10 @@ class Start:
     attention_mask: Int[Tensor, "batch offset_pos"] | None
 
 
-def watch_starts(model: HookedTransformer, starts: dict[int, Start]) -> list[RemovableHandle]:
-    """Keep in ``starts`` what each block is given; returns the hooks' handles."""
-    keep = [partial(_keep_start, starts, layer) for layer in range(len(model.blocks))]
-    return [block.register_forward_pre_hook(keep[i], with_kwargs=True) for i, block in enumerate(model.blocks)]
+def watch_starts(model: HookedTransformer, starts: dict[int, Start], hooks: HookSet) -> None:
+    """Keep in ``starts`` what each block is given, through ``hooks``."""
+    for layer, block in enumerate(model.blocks):
+        hooks.put(block.register_forward_pre_hook, partial(_keep_start, starts, layer), with_kwargs=True)
 
 
 def _keep_start(starts: dict[int, Start], layer: int, _: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -328,15 +305,11 @@ def observe(twin: HookedTransformer, sites: Sequence[Site], *args: Any, **kwargs
     """
     if kwargs.get("stop_at_layer") is None:
         kwargs["return_type"] = "logits" if any(site.kind == "W_U" for site in sites) else None
-    reader, starts = Reader(twin, sites), dict[int, Start]()
-    handles = watch_starts(twin, starts)
-    try:
+    starts = dict[int, Start]()
+    with removing(HookSet()) as hooks:
+        inputs = Reader(twin, sites, hooks).inputs
+        watch_starts(twin, starts, hooks)
         output = twin(*args, **kwargs)
-        inputs = dict(reader.inputs)
-    finally:
-        reader.remove()
-        for handle in handles:
-            handle.remove()
     rows = {
         site.name: weight(twin, site)[inputs[site.name].clamp(min=0)]
         for site in sites

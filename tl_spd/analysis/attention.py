@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tl_spd.checks import check_whole
 from tl_spd.data import check_batch
+from tl_spd.hooks import HookSet, removing
 from tl_spd.install import Masks, decomposed
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, Site, find_sites, n_layers
@@ -157,16 +158,13 @@ def _pattern_and_bare_query(
 ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch pos d_model"]]:
     """The layer's pattern, and what its W_Q would read without positional embeddings."""
     starts, added = dict[int, Start](), dict[str, Tensor]()
-    handles = watch_starts(model, starts)
     standard = model.cfg.positional_embedding_type == "standard"
-    if standard:
-        point = model.hook_dict[write_point(model, find_sites(model, "pos_embed.W_pos")[0])]
-        handles.append(point.register_forward_hook(lambda module, args, value: added.update(positions=value)))
-    try:
+    with removing(HookSet()) as hooks:
+        watch_starts(model, starts, hooks)
+        if standard:
+            point = model.hook_dict[write_point(model, find_sites(model, "pos_embed.W_pos")[0])]
+            hooks.put(point.register_forward_hook, lambda module, args, value: added.update(positions=value))
         pattern = _patterns(model, tokens, "this model")[site.layer]
-    finally:
-        for handle in handles:
-            handle.remove()
     start, twin = starts[site.layer], make_twin(model)
     resid = start.resid - added["positions"] if standard else start.resid
     none = None if standard else torch.zeros_like(resid)
@@ -186,8 +184,6 @@ def _pattern_with_query(
         return args, {**kwargs, name: new[:, :, None].expand_as(old) if old.ndim == 4 else new}
 
     attention = model.get_submodule(site.name.rpartition(".")[0])
-    handle = attention.register_forward_pre_hook(exchange, prepend=True, with_kwargs=True)  # a Run reads it too
-    try:
+    with removing(HookSet()) as hooks:
+        hooks.put(attention.register_forward_pre_hook, exchange, prepend=True, with_kwargs=True)  # a Run reads it too
         return attention_patterns(model, tokens)[site.layer]
-    finally:
-        handle.remove()

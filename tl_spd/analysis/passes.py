@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_spd.checks import check_seen
+from tl_spd.hooks import HookSet, removing
 from tl_spd.sites import Hook, HookedTransformer, n_layers
 from tl_spd.wiring import Observation, Start, capped, final_residual, make_twin, unembedding, watch_starts
 
@@ -32,12 +33,9 @@ class Passes:
     def record(self, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook] = ()) -> list[Start]:
         """The state with which each block begins, and at ``n_layers`` the last residual stream."""
         starts: dict[int, Start] = {}
-        handles = watch_starts(self.twin, starts)
-        try:
+        with removing(HookSet()) as watching:
+            watch_starts(self.twin, starts, watching)
             resid = self.twin.run_with_hooks(tokens, fwd_hooks=list(hooks), stop_at_layer=self.layers)
-        finally:
-            for handle in handles:
-                handle.remove()
         check_seen(Observation({}, {}, starts, resid), [])
         last = starts[self.layers - 1]
         end = Start(resid, last.shortformer_positions, last.attention_mask)
