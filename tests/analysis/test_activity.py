@@ -15,6 +15,7 @@ from tl_spd.analysis.activity import (
     unique_subcomponents,
     unique_to_prompts,
 )
+from tl_spd.importance import Importances
 
 # Two sequences of two tokens, three subcomponents.
 TOKENS = torch.tensor([[7, 8], [9, 8]])
@@ -104,6 +105,13 @@ def test_top_examples_are_sorted_cut_and_only_where_active() -> None:
         rows(k=0)
     with pytest.raises(ValueError, match=r"a: importances of shape \(2, 2, 3\) are not those of tokens \(1, 2\)"):
         top_examples(G, TOKENS[:1])
+
+
+def test_top_examples_of_equal_importance_are_sorted_by_what_was_cut_off() -> None:
+    g = Importances({"a": torch.tensor([[[1.5], [3.0]], [[0.5], [2.0]]])})
+    assert top_examples(g, TOKENS).value.tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert top_examples(g, TOKENS).token.tolist() == [8, 8, 7, 9]  # 3 of prompt 0, 2 of prompt 1, 1.5, 0.5
+    assert top_examples(g, TOKENS).prompt.tolist() == [0, 1, 0, 1]
 
 
 def test_unique_to_prompts_needs_activity_on_one_prompt_alone() -> None:

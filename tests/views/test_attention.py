@@ -47,6 +47,17 @@ def test_the_differences_colours_reach_to_its_largest_entry_as_its_title_says() 
     assert shown["props"]["maxValue"] == 1
     same = panels(show_attention(["a", "b"], {3: one}, {3: one}))["layer 3, head 0"][2]
     assert same["props"]["maxValue"] > 0  # colours divide by it
+    assert same["title"] == "Difference (none in four decimals)"
+
+
+def test_the_head_that_differs_most_is_shown_first() -> None:
+    original = {layer: torch.full((1, 2, 2, 2), 0.5) for layer in (0, 3)}
+    decomposed = {layer: pattern.clone() for layer, pattern in original.items()}
+    assert data_of(show_attention(["a", "b"], original, decomposed))["first"] == 0
+    decomposed[0][0, 1, 1, 0] += 0.1
+    decomposed[3][0, 0, 1, 0] -= 0.2
+    data = data_of(show_attention(["a", "b"], original, decomposed))
+    assert data["choices"][data["first"]]["label"] == "layer 3, head 0"
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -90,7 +90,37 @@ def test_all_views_on_one_page(width: int, tmp_path: Path) -> None:
     assert white == (g["a"][0, :, 0] < 0.002).tolist()
     assert attention["before"]["charts"] == [True] * 3
     assert len(examples["before"]["captions"]) == 2
-    assert vocabulary["before"]["cells"] == [VISIBLE[2], "0.5000"]
+    assert vocabulary["before"]["cells"] == [VISIBLE[2].replace(" ", "·"), "0.5000"]
+
+
+CONTRAST = """(() => [...document.querySelectorAll(".colored-tokens > span > span")].map((node) =>
+  [node.style.color, node.style.backgroundColor.match(/[0-9.]+/g).slice(0, 3).map(Number)]))()"""
+
+
+def test_every_token_is_written_in_the_colour_of_more_contrast(tmp_path: Path) -> None:
+    g = {"a": torch.linspace(0, 1, 41)[None, :, None]}
+    page = tmp_path / "page.html"
+    show_importance(["x"] * 41, g).save(page)
+    found, _ = browse(page, CONTRAST)
+    for color, levels in found:
+        red, green, blue = (((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92 for c in levels)
+        luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        on_black, on_white = (luminance + 0.05) / 0.05, 1.05 / (luminance + 0.05)
+        assert color == ("black" if on_black > on_white else "white"), levels
+    assert {color for color, _ in found} == {"black", "white"}
+
+
+CUT = """[...document.querySelectorAll("canvas")].map((node) => {
+  const box = node.closest("figure > div").getBoundingClientRect(), own = node.getBoundingClientRect();
+  return own.left >= box.left && own.right <= box.right; })"""
+
+
+@pytest.mark.parametrize("width", [500, 1300])
+def test_attention_plots_are_not_cut_at_their_sides(width: int, tmp_path: Path) -> None:
+    pattern = {0: torch.ones(1, 1, 3, 3) / 3}
+    page = tmp_path / "page.html"
+    show_attention(["a", "b", "c"], pattern, pattern).save(page)
+    assert browse(page, CUT, width)[0] == [True] * 3
 
 
 PICK = """(() => {

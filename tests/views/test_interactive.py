@@ -24,12 +24,13 @@ def test_the_heatmap_sorts_subcomponents_by_where_they_matter() -> None:
 def test_tokens_mean_themselves_to_plotly() -> None:
     figure = plot_importance(NASTY, importances(), "a", prompt=1)
     for row in figure.data[0].customdata:
-        assert [html.unescape(text) for text in row] == VISIBLE
+        assert [html.unescape(text) for text in row] == [f"position {i}: {text}" for i, text in enumerate(VISIBLE)]
         assert not any("<" in text for text in row)
-    ticks = figure.layout.xaxis.ticktext
+    ticks = figure.data[0].x
     assert not any("<" in text for text in ticks)
-    assert html.unescape(ticks[1]) == "The 1"
-    assert len(ticks) == len(NASTY)
+    assert html.unescape(ticks[1]) == "The (1)"
+    assert len(set(ticks)) == len(NASTY)  # none stands for two positions
+    assert figure.layout.xaxis.tickvals is None  # plotly leaves out what would overlap
 
 
 def test_a_prompt_without_active_subcomponents_is_refused() -> None:
@@ -54,6 +55,23 @@ def test_patching_points_lie_at_transformerlens_and_our_effect() -> None:
     assert queries.marker.symbol != inputs.marker.symbol  # told apart without colour
     with_k = plot_patching(patching(k=[1, 2, 1])).data
     assert [trace.name for trace in with_k] == ["equal", "W_Q, k 1", "W_Q, k 2", "W_in, k 1"]
+
+
+@pytest.mark.parametrize(("kinds", "ks"), [(3, 3), (12, 1), (14, 20)])
+def test_no_two_series_look_the_same(kinds: int, ks: int) -> None:
+    rows = pd.DataFrame({"site": f"blocks.0.w{i}", "k": k} for i in range(kinds) for k in range(ks))
+    table = rows.assign(position=0, token=1, corrupted_token=2, joint_effect=0.5, tl_effect=0.4)
+    series = plot_patching(table).data[1:]
+    assert len({(one.marker.color, one.marker.symbol) for one in series}) == len(series) == kinds * ks
+    if (kinds, ks) == (3, 3):
+        looks = {tuple(one.name.split(", k ")): one.marker for one in series}
+        assert all(looks["w1", k].color == looks["w1", "0"].color != looks["w2", k].color for k in "012")
+        assert all(looks[kind, "1"].symbol == looks["w0", "1"].symbol for kind in ("w0", "w1", "w2"))
+
+
+def test_both_axes_of_patching_have_one_scale() -> None:
+    axes = plot_patching(patching()).layout
+    assert (axes.yaxis.scaleanchor, axes.yaxis.scaleratio or 1) == ("x", 1)
 
 
 def test_tables_that_are_not_of_patching_are_refused() -> None:

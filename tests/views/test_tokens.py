@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pandas as pd
 import pytest
 import torch
@@ -26,6 +28,21 @@ def test_importance_of_chosen_subcomponents_of_one_prompt() -> None:
     assert (shared["minValue"], shared["maxValue"]) == (0, 1)
 
 
+def test_by_default_the_most_important_three_of_every_site_are_shown() -> None:
+    g = {
+        "s": torch.tensor([[[0.1, 0.9, 0.0, 0.5], [0.1, 0.0, 0.0, 0.5]]]),
+        "t": torch.tensor([[[0.0, 1.0], [0.0, 0.0]]]),
+    }
+    assert list(panels(show_importance(["a", "b"], g))) == ["s 3", "s 1", "s 0", "t 1", "t 0"]  # means 0.5, 0.45, 0.1
+
+
+@pytest.mark.parametrize("asked", ["blocks.0.mlp.W_in", [0, 1], {"a": 3}])
+def test_subcomponents_of_another_type_are_refused(asked: object) -> None:
+    bare = inspect.unwrap(show_importance)  # beartype would refuse it first
+    with pytest.raises(TypeError, match=r"^Give subcomponents as \{'.*': \[0\]\}, site to indices; found .*\.$"):
+        bare(NASTY, importances(), asked)
+
+
 def test_numbers_are_rounded_to_four_decimals() -> None:
     g = {"s": torch.tensor([[[0.123456789], [1.0]]], requires_grad=True)}
     (panel,) = panels(show_importance(["a", "b"], g, {"s": [0]}))["s 0"]
@@ -44,6 +61,7 @@ def test_counts_of_active_subcomponents_by_hand() -> None:
         "t": [1, 0, 0],
     }
     assert [panel["props"]["maxValue"] for (panel,) in found.values()] == [3, 3, 1]
+    assert found["all 2 sites"][0]["title"] == "Active subcomponents of all 2 sites: 0 to 3 of 4; darkest blue: 3"
     assert list(panels(show_active(["a", "b", "c"], g, ["t"]))) == ["t"]
     quiet = panels(show_active(["a", "b", "c"], g, ["t"], threshold=1.0))["t"][0]
     assert (quiet["props"]["values"], quiet["props"]["maxValue"]) == ([0, 0, 0], 1)
@@ -82,12 +100,12 @@ def test_direct_effects_stand_in_the_tables_order_with_their_signs() -> None:
         own = table[table["subcomponent"] == int(index)]
         for panel, side in ((raised, "raised"), (lowered, "lowered")):
             rows = own[own["side"] == side]
-            assert [row[0] for row in panel["props"]["rows"]] == rows["text"].tolist()
+            assert [row[0] for row in panel["props"]["rows"]] == [text.replace(" ", "·") for text in rows["text"]]
             assert [row[1] for row in panel["props"]["rows"]] == pytest.approx(rows["effect"].tolist(), abs=5.1e-5)
             assert side in panel["title"]
     assert list(panels(show_vocabulary(table, [2]))) == ["2"]
-    table.loc[0, "text"] = "\t\u202e"
-    assert panels(show_vocabulary(table))["0"][0]["props"]["rows"][0][0] == r"\t\u202e"
+    table.loc[0, "text"] = "\t \u202e "
+    assert panels(show_vocabulary(table))["0"][0]["props"]["rows"][0][0] == r"\t·\u202e·"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def top_examples(
     ``tokens`` ``[batch, pos]`` are those of the importances.
 
     Returns:
-        One row per example: ``site, subcomponent, rank`` (from 0, the largest first; equal values by prompt, then position),
+        One row per example: ``site, subcomponent, rank`` (from 0, the largest first; equal values by ``pre``, where the
+            importances have it, then by prompt and position),
         ``prompt, position`` (indices into the batch), ``token`` (its id), ``value`` (the importance). A subcomponent that is
         never above ``threshold`` has no rows.
 
@@ -159,7 +160,8 @@ def top_examples(
     if k < 1:
         raise ValueError(f"k must be at least 1 example, found {k}.")
     active = _active(importances, tokens, real, threshold)
-    active = active.sort_values(["order", "subcomponent", "value", "prompt", "position"], ascending=[1, 1, 0, 1, 1])
+    by = {"order": True, "subcomponent": True, "value": False, "pre": False, "prompt": True, "position": True}
+    active = active.sort_values(list(by), ascending=list(by.values()))
     active["rank"] = active.groupby(["order", "subcomponent"]).cumcount()
     columns = ["site", "subcomponent", "rank", "prompt", "position", "token", "value"]
     return active.loc[active["rank"] < k, columns].reset_index(drop=True)
@@ -227,7 +229,9 @@ def _active(
         above = g.detach() > threshold
         at = (above if real is None else above & real[..., None]).nonzero(as_tuple=True)
         places = {"prompt": at[0], "position": at[1], "token": tokens[at[:2]], "subcomponent": at[2]}
-        columns = {name: value.tolist() for name, value in (places | {"value": g.detach()[at]}).items()}
+        pre = getattr(importances, "pre", {}).get(site, g)  # importances stop at 1, this goes on
+        values = {"value": g.detach()[at], "pre": pre.detach()[at]}
+        columns = {name: value.tolist() for name, value in (places | values).items()}
         parts.append(pd.DataFrame({"order": order, "site": site, **columns}))
     whole = dict.fromkeys(["order", "prompt", "position", "token", "subcomponent"], int)
     return pd.concat(parts, ignore_index=True).astype(whole)  # columns without rows have no type of their own

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tl_spd.views.frames import BLUE, ORANGE
-from tl_spd.views.tokens import check_tokens, rounded
+from tl_spd.views.tokens import DIGITS, check_tokens, rounded
 from tl_spd.views.view import LABEL, Panel, View, harmless, short, visible
 
 
@@ -24,6 +24,8 @@ def show_attention(
 ) -> View:
     """Three patterns per head, picked by layer and head: original, decomposed model, and what the second has more.
 
+    The head that differs most is shown first.
+
     Args:
         tokens: the prompt's tokens as texts.
         original, decomposed: layer -> pattern ``[batch, head, query, key]``, of :func:`tl_spd.wiring.attention_patterns`, or
@@ -34,14 +36,16 @@ def show_attention(
         ValueError: no layers, other layers or shapes in one than in the other, tokens that do not fit.
         IndexError: a prompt that does not exist.
     """
-    choices = {}
+    choices, differences = {}, {}
     for layer in _layers(original, decomposed):
         for head, (ours, theirs) in enumerate(_pair(tokens, original[layer], decomposed[layer], layer, prompt)):
-            most = max(float((ours - theirs).abs().max()), 1e-4)
+            most = round(float((ours - theirs).abs().max()), DIGITS)
+            differences[f"layer {layer}, head {head}"] = most
+            colours = f"orange −{most:.2g}, blue +{most:.2g}" if most else "none in four decimals"
             choices[f"layer {layer}, head {head}"] = [
                 _pattern(theirs, 1.0, f"Original, layer {layer}, head {head} (0 to 1)"),
                 _pattern(ours, 1.0, "Decomposed model (0 to 1)"),
-                _pattern(ours - theirs, most, f"Difference (orange −{most:.2g}, blue +{most:.2g})"),
+                _pattern(ours - theirs, most or 1.0, f"Difference ({colours})"),
             ]
     return View(
         "Attention patterns",
@@ -49,6 +53,7 @@ def show_attention(
         note="Rows: the token that attends; columns: the token attended to; numbers behind tokens: positions. Difference: the "
         "decomposed model minus the original.",
         picker="Head:",
+        first=max(differences, key=lambda name: differences[name]),
         shared={
             "tokens": [harmless(short(visible(token), LABEL)) for token in tokens],
             "positiveColor": BLUE,

@@ -18,6 +18,8 @@ from tl_spd.views.view import short, visible
 
 MOST_TEXT = 300
 """Most characters of a text."""
+MOST_FULL = 40
+"""A table of more rows scrolls by itself."""
 DPI = 110
 """Pixels per inch of pictures."""
 
@@ -25,7 +27,14 @@ STYLE = """<style>
 body { font: 15px/1.5 sans-serif; color: #111; overflow-wrap: anywhere; }
 h1 { font-size: 24px; margin: 8px 0; } h2 { font-size: 20px; margin: 28px 0 8px; } h3 { font-size: 16px; margin: 18px 0 4px; }
 p { margin: 4px 0 10px; max-width: 75em; } img { max-width: 100%; } .picture { margin: 8px 0 16px; overflow-x: auto; }
-.scroll { overflow: auto; max-height: 34em; margin: 4px 0 12px; border: 1px solid #ddd; width: fit-content; max-width: 100%; }
+.scroll { overflow: auto; margin: 4px 0 12px; border: 1px solid #ddd; width: fit-content; max-width: 100%; }
+.long { max-height: 34em; } .picture { isolation: isolate; } .picture img { mix-blend-mode: multiply; }
+.scroll, .picture { /* a shadow at every edge behind which there is more */
+  background:
+    linear-gradient(90deg, #fff 50%, #fff0) left / 40px 100%, linear-gradient(270deg, #fff 50%, #fff0) right / 40px 100%,
+    linear-gradient(0deg, #fff 50%, #fff0) bottom / 100% 40px, linear-gradient(90deg, #0006, #0000) left / 14px 100%,
+    linear-gradient(270deg, #0006, #0000) right / 14px 100%, linear-gradient(0deg, #0006, #0000) bottom / 100% 14px;
+  background-attachment: local, local, local, scroll, scroll, scroll; background-repeat: no-repeat; }
 .report { border-collapse: collapse; font-size: 14px; overflow-wrap: normal; }
 .report th { text-align: left; padding: 2px 8px; border-bottom: 1px solid #999; }
 .report th { background: #fff; position: sticky; top: 0; }
@@ -72,14 +81,14 @@ def cell(value: Any) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table that scrolls by itself where it is too large."""
+    """A table that scrolls by itself where it is too wide or has many rows."""
     rows = [tuple(row) for row in rows]
     first = [cell(value).startswith("<td class") for value in (rows[0] if rows else columns)]
     kinds = [' class="number"' if number else "" for number in first]
     head = "".join(f'<th scope="col"{kind}>{text(name)}</th>' for name, kind in zip(columns, kinds, strict=True))
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
     made = f'<table class="report"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll" tabindex="0">{made}</div>'
+    return f'<div class="scroll{" long" if len(rows) > MOST_FULL else ""}" tabindex="0">{made}</div>'
 
 
 def picture(figure: Any, caption: str) -> str:

@@ -36,7 +36,7 @@ MOST_SUBCOMPONENTS = 20
 """Most subcomponents of each site in the picker, those of largest mean importance."""
 FIRST = ("metrics", "evaluation", "summary", "active", "unique", "selections")
 """Tables in front of the others."""
-SHOWN_OPEN = 40
+SHOWN_OPEN = pieces.MOST_FULL
 """Tables of at most so many rows are shown at once, longer ones on a click."""
 TEXTS = ("prompt", "token", "text", "answer", "target")
 """Columns that stay text even where they look like numbers."""
@@ -48,6 +48,7 @@ def report(
     model: HookedTransformer | None = None,
     prompts: Sequence[str] | Tensor | None = None,
     command: str = "",
+    names: Mapping[int, str] | None = None,
 ) -> Path:
     """Write the report on a saved Run to the file ``out``.
 
@@ -56,6 +57,7 @@ def report(
         model: the host that the Run was made for; with ``prompts`` it gives the views.
         prompts: texts, or tokens ``[batch, pos]`` for a host without tokenizer.
         command: what made the Run, to be stated.
+        names: token -> text, where it is to be another than the tokenizer's, or than its number.
 
     Returns:
         ``out`` as a path.
@@ -77,7 +79,7 @@ def report(
     notes = {name: pieces.read_json(beside / f"{name}.json") for name in ("settings", "summary")}
     parts = [pieces.STYLE, *_about(record, beside), *_settings(record, notes["settings"]), *_curves(record)]
     if model is not None and prompts is not None:
-        parts += _views(model, load(where, model), _tokens(model, prompts))
+        parts += _views(model, load(where, model), _tokens(model, prompts), names or {})
     target = notes["summary"].get("target")
     parts += _tables(beside, target.get("phase_change_step") if isinstance(target, Mapping) else None)
     parts += _reproduce(record, notes, where, command)
@@ -115,10 +117,10 @@ def _about(record: Mapping[str, Any], beside: Path) -> Iterator[str]:
     steps = f", trained for {settings['steps']:,} steps" if isinstance(settings.get("steps"), int) else ""
     options = ", ".join(f"{name} {value}" for name, value in record["importance"].items() if name != "kind")
     kind = pieces.text(f"{record['importance']['kind']} ({options})")
-    yield f"<p>{total:,} rank-1 subcomponents of {len(sites)} weights{steps}. Importance functions: {kind}.</p>"
+    yield f"<p>{total:,} rank-1 subcomponents (C) of {len(sites)} weights{steps}. Importance functions: {kind}.</p>"
     yield "<h2>What was decomposed</h2>"
     columns = ["name", "layer", "d_in", "d_out", "C"]
-    yield pieces.table(["weight", *columns[1:4], "subcomponents"], ([site[key] for key in columns] for site in sites))
+    yield pieces.table(["weight", *columns[1:]], ([site[key] for key in columns] for site in sites))
 
 
 def _settings(record: Mapping[str, Any], experiment: Mapping[str, Any]) -> Iterator[str]:
@@ -221,9 +223,10 @@ def _tokens(model: HookedTransformer, prompts: Sequence[str] | Tensor) -> list[T
 
 
 @torch.no_grad()
-def _views(model: HookedTransformer, run: Run, batches: list[Tensor]) -> Iterator[View | str]:
+def _views(model: HookedTransformer, run: Run, batches: list[Tensor], names: Mapping[int, str]) -> Iterator[View | str]:
     yield "<h2>Prompts</h2>"
-    texts = [token_texts(model, tokens[0]) for tokens in batches]
+    pairs = [zip(tokens[0].tolist(), token_texts(model, tokens[0]), strict=True) for tokens in batches]
+    texts = [[names.get(token, text) for token, text in prompt] for prompt in pairs]
     spaced = texts if model.tokenizer is not None else [[f"{token} " for token in prompt] for prompt in texts]
     found = [run.importances(model, tokens, torch.ones_like(tokens)) for tokens in batches]
     g = {name: [one[name][0] for one in found] for name in run.components}
@@ -238,7 +241,8 @@ def _views(model: HookedTransformer, run: Run, batches: list[Tensor]) -> Iterato
         f"Of each site at most {MOST_SUBCOMPONENTS} subcomponents, those of largest mean importance on these prompts."
     )
     if choices:
-        yield _by_prompt("Importance of subcomponents by token", choices, spaced, "Subcomponent:", note, most=1)
+        title = "Importance of subcomponents by token"
+        yield _by_prompt(title, choices, spaced, "Subcomponent:", note, 1, _sparsest(choices))
     else:
         yield "<p>No subcomponent is active on these prompts.</p>"
     active = {f"all {len(g)} sites": [torch.stack(c).sum(0) for c in zip(*active.values(), strict=True)], **active}
@@ -256,6 +260,17 @@ def _views(model: HookedTransformer, run: Run, batches: list[Tensor]) -> Iterato
         yield view
 
 
+def _sparsest(choices: Mapping[str, Sequence[Tensor]]) -> str:
+    """Of the last site's subcomponents the one whose importance stands out most from its mean, over all prompts.
+
+    The first token is left aside, where it is not the only one: many subcomponents do no more than mark it.
+    """
+    last = list(choices)[-1].rpartition(" ")[0]
+    own = {name: values for name, values in choices.items() if name.rpartition(" ")[0] == last}
+    after = {name: [v[min(1, len(v) - 1) :] for v in values] for name, values in own.items()}
+    return max(after, key=lambda name: sum(float(v.max() - v.mean()) for v in after[name]))
+
+
 def _by_prompt(
     title: str,
     choices: Mapping[str, Sequence[Tensor]],
@@ -263,8 +278,9 @@ def _by_prompt(
     picker: str,
     note: str,
     most: int | None = None,
+    first: str | None = None,
 ) -> View:
-    """All prompts coloured by what is picked; ``choices``: name -> values ``[pos]`` of every prompt.
+    """All prompts coloured by what is picked, ``first`` at the start; ``choices``: name -> values ``[pos]`` of every prompt.
 
     The darkest colour is ``most``, or the largest value of the choice.
     """
@@ -281,4 +297,4 @@ def _by_prompt(
             for i, (prompt, row) in enumerate(zip(tokens, values, strict=True))
         ]
     note = f"{note} White: 0, darkest blue: the largest number. Hover over a token for its value."
-    return View(title, panels, note=note, picker=picker, shared={"minValue": 0, "paddingBottom": 30})
+    return View(title, panels, note=note, first=first, picker=picker, shared={"minValue": 0, "paddingBottom": 30})

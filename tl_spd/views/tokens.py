@@ -7,7 +7,7 @@ with circuitsvis' ``ColoredTokens``: white is 0, the darkest blue the number tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 import torch
@@ -20,12 +20,14 @@ from tl_spd.views.view import Panel, View, harmless, visible
 
 DIGITS = 4
 """Decimals of the numbers that go into a page."""
+FEW = 3
+"""Subcomponents of each site where none were chosen."""
 
 
 def show_importance(
     tokens: Sequence[str],
     importances: Mapping[str, Float[Tensor, "batch pos C"]],
-    subcomponents: Mapping[str, Sequence[int]],
+    subcomponents: Mapping[str, Sequence[int]] | None = None,
     prompt: int = 0,
 ) -> View:
     """A prompt's tokens coloured by the importance of chosen subcomponents, one at a time.
@@ -33,13 +35,24 @@ def show_importance(
     Args:
         tokens: the prompt's tokens as texts, for example ``model.to_str_tokens(text)``.
         importances: of :meth:`~tl_spd.run.Run.importances`.
-        subcomponents: site name -> indices; several get a picker.
+        subcomponents: site name -> indices; several get a picker. Default: of every site the three of largest mean importance
+            on the prompt.
         prompt: which sequence of the batch the tokens are.
 
     Raises:
         ValueError: nothing chosen, an unknown site, tokens that are not those of the importances.
         IndexError: a prompt or subcomponent that does not exist.
+        TypeError: subcomponents that are not lists of indices by site.
     """
+    if subcomponents is None:
+        means = {site: one_prompt(tokens, importances, site, prompt).mean(0) for site in importances}
+        subcomponents = {
+            site: mean.argsort(descending=True, stable=True)[:FEW].tolist() for site, mean in means.items()
+        }
+    if not isinstance(subcomponents, Mapping) or not all(isinstance(v, Iterable) for v in subcomponents.values()):
+        raise TypeError(
+            f"Give subcomponents as {{'blocks.0.attn.W_Q': [0]}}, site to indices; found {subcomponents!r}."
+        )
     choices = {}
     for site, indices in subcomponents.items():
         g = one_prompt(tokens, importances, site, prompt)
@@ -80,13 +93,17 @@ def show_active(
     counts = {name: (one_prompt(tokens, importances, name, prompt) > threshold).sum(1) for name in names}
     if not counts:
         raise ValueError(f"No site was chosen; there are {list(importances)}.")
+    totals = {name: importances[name].shape[-1] for name in names}
     if len(counts) > 1:
-        counts = {f"all {len(counts)} sites": torch.stack(list(counts.values())).sum(0), **counts}
+        every = f"all {len(counts)} sites"
+        totals[every] = sum(totals.values())
+        counts = {every: torch.stack(list(counts.values())).sum(0), **counts}
     choices = {}
     for name, count in counts.items():
-        most = int(count.max())
+        least, most = int(count.min()), int(count.max())
         props = {"values": count.tolist(), "maxValue": max(most, 1)}
-        choices[name] = [Panel("ColoredTokens", props, f"Active subcomponents of {name}; darkest blue: {max(most, 1)}")]
+        title = f"Active subcomponents of {name}: {least} to {most} of {totals[name]}; darkest blue: {max(most, 1)}"
+        choices[name] = [Panel("ColoredTokens", props, title)]
     return View(
         f"Active subcomponents by token (importance above {threshold:g})",
         choices,
@@ -184,7 +201,7 @@ def show_vocabulary(table: pd.DataFrame, subcomponents: Sequence[int] | None = N
         panels = []
         for side in ("raised", "lowered"):
             own = rows[(rows["subcomponent"] == index) & (rows["side"] == side)].sort_values("rank")
-            lines = [[visible(r.text), round(float(r.effect), DIGITS)] for r in own.itertuples()]
+            lines = [[visible(r.text).replace(" ", "·"), round(float(r.effect), DIGITS)] for r in own.itertuples()]
             props = {"columns": ["token", "effect"], "rows": lines, "digits": DIGITS}
             panels.append(Panel("Table", props, f"Logits {side} by subcomponent {index}"))
         choices[str(index)] = panels
@@ -192,7 +209,7 @@ def show_vocabulary(table: pd.DataFrame, subcomponents: Sequence[int] | None = N
         f"Direct effect on the vocabulary of {sites[0]}",
         choices,
         note="Logits per unit of length written, relative to the mean over the vocabulary, where the inner activation is "
-        "positive (where it is negative, the signs turn). Only the direct path to the unembedding.",
+        "positive (where it is negative, the signs turn). Only the direct path to the unembedding. A dot (·) is a space.",
         picker="Subcomponent:",
         row=True,
     )

@@ -35,7 +35,7 @@ STYLE = """
 .tl-spd-view .panels { display: flex; flex-wrap: wrap; gap: 12px 24px; margin-top: 10px; }
 .tl-spd-view figure { margin: 0; flex: 1 1 100%; min-width: 0; }
 .tl-spd-view .row figure { flex: 1 1 270px; max-width: 460px; }
-.tl-spd-view .row figure > div { padding: 0 12px; overflow: hidden; }
+.tl-spd-view .row figure > div { padding: 0 16px; overflow: hidden; } /* circuitsvis takes 15 of it back */
 .tl-spd-view figcaption { font-size: 14px; color: #333; margin-bottom: 3px; }
 .tl-spd-view table { border-collapse: collapse; font-size: 14px; }
 .tl-spd-view th { text-align: left; padding: 2px 14px 2px 0; border-bottom: 1px solid #999; }
@@ -62,6 +62,10 @@ function tlSpdShow(circuitsvis, id, data) {
       row.forEach((cell) => typeof cell === "number" ? add(line, "td", cell.toFixed(digits), "number") : add(line, "td", cell));
     });
   };
+  const legible = (token) => { // black or white, whichever has more contrast, as WCAG 2 measures it
+    const light = token.style.backgroundColor.match(/[0-9.]+/g).slice(0, 3).map((c) => ((c / 255 + 0.055) / 1.055) ** 2.4);
+    token.style.color = 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2] > 0.179 ? "black" : "white";
+  };
   const show = (choice) => {
     panels.replaceChildren();
     data.choices[choice].panels.forEach(({ element, props, title }) => {
@@ -76,10 +80,13 @@ function tlSpdShow(circuitsvis, id, data) {
   if (data.choices.length > 1) {
     const label = add(root, "label", data.picker + " "), select = add(label, "select");
     data.choices.forEach((choice, index) => { add(select, "option", choice.label).value = index; });
+    select.value = data.first;
     select.addEventListener("change", () => show(select.value));
   }
   const panels = add(root, "div", "", data.row ? "panels row" : "panels");
-  show(0);
+  new MutationObserver(() => panels.querySelectorAll(".colored-tokens > span > span").forEach(legible))
+    .observe(panels, { childList: true, subtree: true });
+  show(data.first);
 }
 """
 
@@ -124,7 +131,8 @@ class View(RenderedHTML):
 
     Args:
         title: what is shown; the page's title too.
-        choices: name -> panels; the first is shown, a picker gives the others where there are any.
+        choices: name -> panels; one is shown, a picker gives the others where there are any.
+        first: which one is shown; default the first.
         note: how to read it.
         picker: what is chosen.
         shared: properties that all circuitsvis panels have.
@@ -137,6 +145,7 @@ class View(RenderedHTML):
         choices: Mapping[str, Sequence[Panel]],
         *,
         note: str = "",
+        first: str | None = None,
         picker: str = "Show",
         shared: Mapping[str, Any] | None = None,
         row: bool = False,
@@ -145,7 +154,8 @@ class View(RenderedHTML):
             raise ValueError("A view needs at least one choice; there is nothing to show.")
         self.title, self.note, self.id = title, note, f"tl-spd-{uuid4().hex[:12]}"
         listed = [{"label": label, "panels": [vars(panel) for panel in panels]} for label, panels in choices.items()]
-        self.data = {"picker": picker, "row": row, "shared": dict(shared or {}), "choices": listed}
+        place = 0 if first is None else list(choices).index(first)
+        self.data = {"picker": picker, "row": row, "first": place, "shared": dict(shared or {}), "choices": listed}
 
     @property
     def body(self) -> str:
