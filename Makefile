@@ -1,4 +1,4 @@
-# make demo       set up, run the induction job in its quick preset, say where the results are
+# make demo       set up, run the induction job in its quick preset, say where the results are (ARGS=--resume goes on)
 # make test       set up, run the test suite with coverage      (make test ARGS="-k sites" passes options to pytest)
 # make tutorials  the notebooks of tutorials/ in their quick form, in an empty folder
 # make notebooks  the notebooks in full, outputs stored in them (half an hour)
@@ -38,8 +38,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	@echo "Decomposing the induction model: about 10 minutes on two cores"
-	@$(BIN)/tl-spd induction --preset quick --out $(OUT)
+	@echo "Decomposing the induction model: about 6 minutes on two cores"
+	@$(BIN)/tl-spd induction --preset quick --out $(OUT) $(ARGS)
 	@echo "Results are in $(OUT):"
 	@ls $(OUT)
 

@@ -810,7 +810,7 @@ def test_a_finished_training_whose_run_was_not_written_is_not_thrown_away(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, unbroken = tiny_host(), tiny_decompose(tiny_host())
-    tiny_decompose(model, seed=5, out=tmp_path)  # another Run that lies there already
+    tiny_decompose(tiny_host(seed=1), out=tmp_path)  # another Run of the same settings that lies there already
 
     def stop(*_: Any) -> None:
         raise ZeroDivisionError if when.startswith("after") else KeyboardInterrupt
@@ -825,6 +825,18 @@ def test_a_finished_training_whose_run_was_not_written_is_not_thrown_away(
     assert same_runs(tiny_decompose(model, out=tmp_path, resume=True), unbroken)
     assert same_runs(spd.load(tmp_path, model), unbroken)
     tiny_decompose(model, out=tmp_path)  # and now it gives way
+
+
+def test_a_run_of_other_settings_is_not_replaced(tmp_path: Path) -> None:
+    model = tiny_host()
+    first = tiny_decompose(model, out=tmp_path)
+    for resume in (False, True):
+        with pytest.raises(
+            ValueError, match=r"holds a Run that was made with other settings \(steps, seed\)\. Give anoth"
+        ):
+            tiny_decompose(model, seed=5, steps=2, out=tmp_path, resume=resume)
+    assert same_runs(spd.load(tmp_path, model), first)
+    assert same_runs(tiny_decompose(model, out=tmp_path), first)  # the same again may
 
 
 def test_one_that_was_interrupted_and_resumed_is_finished(tmp_path: Path) -> None:
@@ -875,14 +887,16 @@ def test_resuming_on_other_weights_is_refused(stopped: Any) -> None:
 
 def test_a_new_start_does_not_overwrite_an_unfinished_one(stopped: Any) -> None:
     model, settings = stopped
-    with pytest.raises(ValueError, match=r"stopped at step 2 of 4\. Pass resume=True to continue it, or another out="):
+    with pytest.raises(
+        ValueError, match=r"stopped at step 2 of 4\. Pass resume=True \(--resume\) to continue it, or another"
+    ):
         tiny_decompose(model, **settings)
     resumed = tiny_decompose(model, resume=True, **settings)
     assert same_runs(resumed, tiny_decompose(model))
     again = tiny_decompose(model, lambda *_: pytest.fail("trained again"), resume=True, check_memory=False, **settings)
     assert same_runs(again, resumed)
-    with pytest.raises(ZeroDivisionError):  # a finished one gives way, at once
-        tiny_decompose(model, stopping(0, ZeroDivisionError), seed=1, **settings)
+    with pytest.raises(ZeroDivisionError):  # a finished one gives way to the same again, at once
+        tiny_decompose(model, stopping(0, ZeroDivisionError), **settings)
     assert not storage.holds_record(settings["out"] / "checkpoint")
     assert same_runs(spd.load(settings["out"], model), resumed)
 

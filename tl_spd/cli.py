@@ -42,6 +42,10 @@ PROMPTS = (
 PRESETS = {"induction": ("quick", "cpu", "cpu-paper-losses", "paper"), "facts": ("quick", "cpu", "gpt2")}
 SAMPLED_PROMPTS = 3
 """Sequences of the induction task that a report shows."""
+EVALUATED = 256
+"""Sequences of the induction task that an evaluation is made on."""
+REFUSALS = (ValueError, OSError, MemoryError, FloatingPointError)
+"""What the library says of wrong requests, damaged files and failed trainings: one message, no traceback."""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Induction:
     out: Path
     """Folder for the results."""
     preset: Literal["quick", "cpu", "cpu-paper-losses", "paper"] = "quick"
-    """quick: 10 minutes on two cores; cpu: 30; paper: the paper's batch and steps."""
+    """quick: 6 minutes on two cores; cpu: 15; paper: the paper's batch and steps."""
     seed: int = 0
     resume: bool = False
     """Go on from where the decomposition was interrupted."""
@@ -162,18 +166,29 @@ class Decompose:
 
 @dataclass
 class Evaluate:
-    """Measure a saved Run on prompts."""
+    """Measure a saved Run: an induction folder's on held-out sequences of its task, another one's on prompts."""
 
     run_dir: tyro.conf.Positional[Path]
-    host: str = "smollm2"
-    prompts: tuple[str, ...] = PROMPTS
+    """What --out named when the Run was made."""
+    host: str | None = None
+    """The Run's host, whatever decompose --host takes; default the one that the folder names or holds, else smollm2."""
+    prompts: tuple[str, ...] = ()
+    """Texts to measure on; default the pair of a facts folder, else a few sentences."""
     thresholds: tuple[float, ...] = field(default=(0.0, 0.1))
 
     def run(self) -> None:
         """Print the evaluation and write it beside the Run."""
-        model = load_host(self.host)
-        tokens, mask = tokenize(model, self.prompts)
-        rows = evaluate(model, spd.load(self.run_dir, model), tokens, mask, thresholds=self.thresholds)
+        folder, beside = locate(self.run_dir)
+        settings = read_json(beside / "settings.json")
+        if self.host is None and not self.prompts and (own := _own_target(beside, settings)):
+            model, task = own
+            tokens, mask = task.sample(EVALUATED, torch.Generator().manual_seed(EVALUATION_SEED))[0], None
+        else:
+            prompts = self.prompts or _pair(beside, settings) or PROMPTS
+            model = load_host(self.host or settings.get("host", "smollm2"))
+            tokens, mask = tokenize(model, prompts)
+        run, last = spd.load(folder, model), mask is None
+        rows = evaluate(model, run, tokens, mask, thresholds=self.thresholds, last_token_only=last)
         rows.to_csv(self.run_dir / "evaluation.csv", index=False)
         print(rows.to_string(index=False))
 
@@ -194,24 +209,38 @@ class Report:
     def run(self) -> None:
         """Write the report and say where it is."""
         beside = locate(self.run_dir)[1]
-        settings, asked = read_json(beside / "settings.json"), f"Asked for a report on {self.run_dir}. Found:"
+        settings = read_json(beside / "settings.json")
         model: Any = None
         prompts: Any = None
+        names: dict[int, str] = {}
         if self.host is not None:
-            with readable(asked):
-                pair = [str(fact["prompt"]) for fact in settings.get("facts", {}).get("pair", ())]
-            model, prompts = load_host(self.host), self.prompts or pair or PROMPTS
-        elif (beside / "target.safetensors").is_file() and "task" in settings:
-            with readable(asked):
-                task = InductionTask(**settings["task"])
-                model = build_target(task, seed=0)
-            load_weights(model, beside / "target.safetensors")
+            prompts = self.prompts or _pair(beside, settings) or PROMPTS
+            model = load_host(self.host)
+        elif own := _own_target(beside, settings):
+            model, task = own
             sampled = task.sample(SAMPLED_PROMPTS, torch.Generator().manual_seed(EVALUATION_SEED))[0]
-            prompts = self.prompts or sampled
+            prompts, names = self.prompts or sampled, {task.s_token: "s"}
         elif self.prompts:
             raise ValueError("Views of prompts need the Run's host: give --host too.")
-        out = report(self.run_dir, self.out, model, prompts, _command(settings, beside))
+        out = report(self.run_dir, self.out, model, prompts, _command(settings, beside), names)
         print(f"The report is in {out} ({out.stat().st_size / 1e6:.1f} MB); it needs no network.")
+
+
+def _pair(beside: Path, settings: dict[str, Any]) -> list[str]:
+    """The prompts of a facts folder's pair; none for another folder."""
+    with readable(f"Asked for the prompts of {beside}. Found:"):
+        return [str(fact["prompt"]) for fact in settings.get("facts", {}).get("pair", ())]
+
+
+def _own_target(beside: Path, settings: dict[str, Any]) -> tuple[Any, InductionTask] | None:
+    """The host that an induction folder holds and its task; None for another folder."""
+    if not (beside / "target.safetensors").is_file() or "task" not in settings:
+        return None
+    with readable(f"Asked for the target of {beside}. Found:"):
+        task = InductionTask(**settings["task"])
+        model = build_target(task, seed=0)
+    load_weights(model, beside / "target.safetensors")
+    return model, task
 
 
 def _command(settings: dict[str, Any], out: Path) -> str:
@@ -241,5 +270,8 @@ def main() -> None:
     try:
         chosen.run()
     except KeyboardInterrupt as stop:
-        print(f"\n{stop or 'Interrupted.'}", file=sys.stderr)
+        print(f"\n{str(stop) or 'Interrupted.'}", file=sys.stderr)
         sys.exit(130)
+    except REFUSALS as error:
+        print(f"tl-spd: {error}", file=sys.stderr)
+        sys.exit(2)

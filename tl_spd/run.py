@@ -61,6 +61,11 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     history: pd.DataFrame = field(default_factory=pd.DataFrame)
 
+    def __repr__(self) -> str:
+        total = sum(parts.C for parts in self.components.values())
+        steps = f", {self.settings['steps']} steps" if "steps" in self.settings else ""
+        return f"<Run: {total} subcomponents of {len(self.components)} sites, {self.importance}{steps}>"
+
     @property
     def sites(self) -> tuple[Site, ...]:
         """The decomposed sites in forward order."""
@@ -311,10 +316,11 @@ def _sites(record: Mapping[str, Any]) -> tuple[list[Site], dict[str, Any]]:
 def _check_host(model: HookedTransformer, sites: Iterable[Site], prints: Mapping[str, str], where: str) -> None:
     own = {site.name: site for site in all_sites(model)}
     for site in sites:
-        if own.get(site.name) != site:
+        if (found := own.get(site.name)) != site:
+            shape = "no such weight" if found is None else f"{found.d_in} x {found.d_out}"
             raise ValueError(
-                f"The Run in {where} decomposes {site.name[:200]} as {site.d_in} x {site.d_out}; this host has "
-                f"{own.get(site.name, 'no such weight')}. Load the host that it was made for."
+                f"The Run in {where} decomposes {site.name[:200]} as {site.d_in} x {site.d_out}; this host has {shape}. "
+                "Load the host that it was made for."
             )
     now = fingerprint(model, tuple(sites))
     if differing := [name for name in now if now[name] != prints.get(name)]:

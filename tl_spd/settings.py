@@ -144,6 +144,9 @@ class Settings:
         for name, value in {"steps": self.steps, "log_every": self.log_every, **optional, **counts}.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, found {value!r}.")
+        for name, kind in {"optimizer": Optimizer, "schedule": Schedule, "warmup": FaithfulnessWarmup}.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be a spd.{kind.__name__}, found {getattr(self, name)!r}.")
         if self.init not in get_args(Init):
             raise ValueError(f"init must be one of {get_args(Init)}, found {self.init!r}.")
         if not self.losses or not all(isinstance(term, LossTerm) for term in self.losses):

@@ -63,8 +63,8 @@ def decompose(
         data: a token tensor ``[batch, pos]`` or a tuple ``(tokens, attention_mask)``, an iterable of batches, or a function
             ``(step, generator) -> batch``. A batch is either of the first two; the generator is on the CPU.
         losses: default ``paper_losses("gpt2")``.
-        out: a folder for the Run, and for checkpoints every ``checkpoint_every`` steps and on KeyboardInterrupt.
-            Nobody else may write there meanwhile. A checkpoint is a Run too: ``spd.load(f"{out}/checkpoint", model)``.
+        out: a folder for the Run, and for checkpoints (Runs too) every ``checkpoint_every`` steps and on KeyboardInterrupt.
+            Nobody else may write there meanwhile, and it may not hold a Run of other settings.
         resume: continue from ``out/checkpoint`` if there is one. Settings and data must be the same.
         check_memory: warn where :func:`~tl_spd.memory.estimate_memory` is above what is free, refuse what can never fit.
         settings: further fields of :class:`~tl_spd.settings.Settings`.
@@ -132,7 +132,8 @@ def _checkpoint_folder(out: str | Path | None, checkpoint_every: int | None, res
 
 
 def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """The checkpoint to continue from, or None. One that must not be lost, or was made with other settings, is refused."""
+    """The checkpoint to continue from, or None. What must not be lost, or was made with other settings, is refused."""
+    _check_free(folder.parent, settings)
     if not storage.holds_record(folder):
         return None
     record, tensors = storage.read_folder(folder)
@@ -143,7 +144,7 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
         raise storage.StorageError(f"{folder} is damaged: it is at step {step} of {steps}. Use a backup, or remove it.")
     if not resume and not (step == steps and _written(folder.parent, record)):
         raise ValueError(
-            f"{folder} holds a decomposition that stopped at step {step} of {steps}. Pass resume=True to "
+            f"{folder} holds a decomposition that stopped at step {step} of {steps}. Pass resume=True (--resume) to "
             "continue it, or another out=, or remove that folder."
         )
     if not resume:
@@ -153,6 +154,16 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
         shown = storage.brief(changed, 1000)
         raise ValueError(f"The checkpoint in {folder} was made with other settings (then, now): {shown}.")
     return record, tensors
+
+
+def _check_free(out: Path, settings: Settings) -> None:
+    """Refuse to train over the finished Run of other settings."""
+    then, now = storage.read_record(out).get("settings") if storage.holds_record(out) else None, settings.plain()
+    if isinstance(then, dict) and (changed := [key for key in now if then.get(key) != now[key]]):
+        raise ValueError(
+            f"{out} holds a Run that was made with other settings ({', '.join(changed)}). "
+            "Give another out=, or remove that folder."
+        )
 
 
 def _written(out: Path, record: Mapping[str, Any]) -> bool:

@@ -31,13 +31,19 @@ from tl_spd.analysis.attention import attention_kl, attention_without_positions
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.components import Init
 from tl_spd.engine import Engine
-from tl_spd.experiments.induction_target import InductionTask, TargetResult, TargetSettings, train_target
+from tl_spd.experiments.induction_target import (
+    InductionTask,
+    TargetResult,
+    TargetSettings,
+    build_target,
+    train_target,
+)
 from tl_spd.importance import Attention, ImportanceSpec
 from tl_spd.losses import LossTerm, ReconLayerwise, paper_losses
 from tl_spd.run import Run
 from tl_spd.settings import Optimizer, Schedule
 from tl_spd.sites import HookedTransformer
-from tl_spd.suppress import save_weights
+from tl_spd.suppress import load_weights, save_weights
 from tl_spd.train import decompose
 
 SITES = ("blocks.*.attn.W_[QKV]",)
@@ -122,12 +128,7 @@ class InductionResult:
     def summary(self) -> dict[str, Any]:
         """Everything that is a number, for JSON."""
         return {
-            "target": {
-                "accuracy": self.target.accuracy,
-                "attention_m_on_s1": self.target.attention_m_on_s1,
-                "attention_s2_on_m": self.target.attention_s2_on_m,
-                "phase_change_step": self.target.phase_change_step,
-            },
+            "target": self.target.found(),
             "seconds": self.seconds,
             **{name: getattr(self, name).to_dict("records") for name in ("active", "unique", "metrics")},
         }
@@ -135,8 +136,7 @@ class InductionResult:
     def save(self, out: Path) -> None:
         """Write the target's weights and history, the Run, and the tables to the folder ``out``."""
         out.mkdir(parents=True, exist_ok=True)
-        save_weights(self.target.model, out / "target.safetensors")
-        self.target.history.to_csv(out / "target_history.csv", index=False)
+        _write_target(self.target, out)
         self.run.history.to_csv(out / "history.csv", index=False)
         self.run.save(out / "run")
         for name in ("active", "unique", "metrics"):
@@ -202,6 +202,30 @@ def measure(model: HookedTransformer, run: Run, task: InductionTask, sequences: 
     }
 
 
+def _write_target(target: TargetResult, out: Path) -> None:
+    save_weights(target.model, out / "target.safetensors")
+    target.history.to_csv(out / "target_history.csv", index=False)
+
+
+def _trained(settings: InductionSettings, out: Path | None, progress: bool) -> TargetResult:
+    """A trained target, kept in ``out`` before anything else is done; the one that is there if it has these settings."""
+    note = None if out is None else out / "target.json"
+    wanted = json.loads(json.dumps({"task": asdict(settings.task), "target": asdict(settings.target)}))
+    if out is not None and note is not None and note.exists():
+        kept = json.loads(note.read_text())
+        if kept["settings"] == wanted:
+            model = build_target(settings.task, seed=0)
+            load_weights(model, out / "target.safetensors")
+            return TargetResult(model, pd.read_csv(out / "target_history.csv"), **kept["found"])
+    target = train_target(settings.task, settings.target, progress)
+    if out is not None and note is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        note.unlink(missing_ok=True)
+        _write_target(target, out)
+        note.write_text(json.dumps({"settings": wanted, "found": target.found()}, indent=1))
+    return target
+
+
 def run_induction(
     settings: InductionSettings,
     out: str | Path | None = None,
@@ -211,10 +235,11 @@ def run_induction(
 ) -> InductionResult:
     """Train the target (unless given), decompose it, make the tables; write everything to ``out`` if given.
 
-    An interrupt of the decomposition is kept in ``out/run/checkpoint``; ``resume`` goes on from there.
+    A target that an earlier run with the same target settings left in ``out`` is read, not trained again. An interrupt of the
+    decomposition is kept in ``out/run/checkpoint``; ``resume`` goes on from there.
     """
     started = time.perf_counter()
-    target = target or train_target(settings.task, settings.target, progress)
+    target = target or _trained(settings, None if out is None else Path(out), progress)
     trained = time.perf_counter()
     run = decompose(
         target.model,

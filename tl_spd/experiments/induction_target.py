@@ -195,6 +195,11 @@ class TargetResult:
     attention_s2_on_m: float
     accuracy: float
 
+    def found(self) -> dict[str, Any]:
+        """What is known of it, for JSON."""
+        names = ("accuracy", "attention_m_on_s1", "attention_s2_on_m", "phase_change_step")
+        return {name: getattr(self, name) for name in names}
+
 
 def build_target(
     task: InductionTask,
