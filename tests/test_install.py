@@ -1356,6 +1356,22 @@ def test_casting_a_host_inside(style: str) -> None:
     model(TOKENS)
 
 
+def test_a_cast_that_is_undone_before_the_last_suppression_is_left_rounds_nothing_under_them() -> None:
+    model = tiny_host()
+    run = tiny_run(model)
+    first, second = (spd.suppressed(model, run, {"blocks.0.attn.W_Q": [index]}) for index in (0, 1))
+    own = model.blocks[0].attn.W_Q
+    bits = own.detach().clone()
+    first.__enter__()
+    model.to(torch.float32)
+    second.__enter__()
+    first.__exit__(None, None, None)
+    model.to(torch.float64)
+    second.__exit__(None, None, None)
+    assert model.blocks[0].attn.W_Q is own
+    assert torch.equal(own, bits)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_the_twin_follows_a_cast(style: str) -> None:
     model = tiny_host(style)

@@ -258,12 +258,12 @@ def check_directions(model: HookedTransformer, directions: Mapping[str, Directio
 def _take_out(model: HookedTransformer, new: Sequence[tuple[Site, _Edited]]) -> None:
     """Take edits out of the piles on a host's parameters, wherever in the pile each is. Can be repeated."""
     for site, edit in new:
-        if (edit.under.dtype, edit.under.device) != (edit.dtype, edit.device):  # the host was cast or moved inside
-            edit.under.data = edit.under.data.to(edit)
         above = top = parameter(model, site)
         while isinstance(above, _Edited) and above is not edit and above.under is not edit:
             above = above.under
         if top is edit or not isinstance(top, _Edited):
+            if (edit.under.dtype, edit.under.device) != (edit.dtype, edit.device):  # the host was cast or moved inside
+                edit.under.data = edit.under.data.to(edit)
             replace_parameter(model, site, edit.under)
         elif isinstance(above, _Edited):  # else it is out already
             above.under = edit.under
