@@ -45,7 +45,7 @@ demo: $(READY)
 
 test: $(READY)
 	@echo "Running the test suite"
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
 
 tutorials: $(READY)
 	@echo "Running the notebooks in their quick form"
