@@ -149,7 +149,7 @@ def top_examples(
 
     Returns:
         One row per example: ``site, subcomponent, rank`` (from 0, the largest first; equal values by ``pre``, where the
-            importances have it, then by prompt and position),
+        importances have it, then by prompt and position),
         ``prompt, position`` (indices into the batch), ``token`` (its id), ``value`` (the importance). A subcomponent that is
         never above ``threshold`` has no rows.
 
