@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -948,18 +949,16 @@ def test_leaving_in_any_order(order: tuple[int, ...], four_contexts: Any) -> Non
 def test_a_run_that_meets_other_weights_says_so_once() -> None:
     model, other = tiny_host(), tiny_host(seed=1)
     run = tiny_run(model, "blocks.0.mlp.*")
-    with (
-        spd.suppressed(model, run, {"blocks.0.mlp.W_in": [0]}),
-        spd.decomposed(model, run),
-    ):  # its own host, edited by us
-        model(TOKENS)
-    with (
-        pytest.warns(UserWarning, match=r"made for other weights: blocks\.0\.mlp\.W_in differs"),
-        spd.decomposed(other, run),
-    ):
-        other(TOKENS)
-    with spd.decomposed(other, run):
-        other(TOKENS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with spd.suppressed(model, run, {"blocks.0.mlp.W_in": [0]}), spd.decomposed(model, run):
+            model(TOKENS)  # its own host, edited by us
+        assert caught == []
+        for _ in range(2):
+            with spd.decomposed(other, run):
+                other(TOKENS)
+    assert len(caught) == 1
+    assert "made for other weights: blocks.0.mlp.W_in differs" in str(caught[0].message)
 
 
 def test_exit_stacks_and_half_consumed_generators() -> None:
@@ -1203,7 +1202,7 @@ def test_one_hook_removed_by_hand() -> None:
 # --- errors before anything has changed ------------------------------------------------------------------------------
 
 
-def refused(context: Any, model: HookedTransformer, kind: type[Exception], message: str) -> None:
+def assert_refused(context: Any, model: HookedTransformer, kind: type[Exception], message: str) -> None:
     """Entering fails with ``message`` and changes nothing, also not in a host where another Run is installed."""
     with unchanged(model), pytest.raises(kind, match=message), context:
         pytest.fail("entered")
@@ -1250,9 +1249,9 @@ def refused(context: Any, model: HookedTransformer, kind: type[Exception], messa
 def test_wrong_settings_are_refused(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
     model = tiny_host()
     run = tiny_run(model, "blocks.*")
-    refused(spd.decomposed(model, run, **settings), model, kind, message)
+    assert_refused(spd.decomposed(model, run, **settings), model, kind, message)
     with spd.decomposed(model, run):
-        refused(spd.decomposed(model, run, **settings), model, kind, message)
+        assert_refused(spd.decomposed(model, run, **settings), model, kind, message)
 
 
 @pytest.mark.parametrize(
@@ -1265,7 +1264,7 @@ def test_wrong_settings_are_refused(settings: dict[str, Any], kind: type[Excepti
 )
 def test_wrong_subcomponents_are_refused(chosen: dict[str, list[int]], kind: type[Exception], message: str) -> None:
     model = tiny_host()
-    refused(spd.suppressed(model, tiny_run(model, "blocks.*"), chosen), model, kind, message)
+    assert_refused(spd.suppressed(model, tiny_run(model, "blocks.*"), chosen), model, kind, message)
 
 
 @pytest.mark.parametrize("changes", [{"d_model": 8}, {"n_layers": 1}, {"d_head": 3}], ids=str)
@@ -1273,8 +1272,8 @@ def test_hosts_of_another_shape_are_refused(changes: dict[str, int]) -> None:
     run, other = tiny_run(tiny_host()), tiny_host(**changes)
     message = "The Run decomposes.*this host has.*Use the host"
     for masks in ("importance", "ones"):
-        refused(spd.decomposed(other, run, masks=masks), other, ValueError, message)
-    refused(spd.suppressed(other, run, {"blocks.1.attn.W_Q": [0]}), other, ValueError, message)
+        assert_refused(spd.decomposed(other, run, masks=masks), other, ValueError, message)
+    assert_refused(spd.suppressed(other, run, {"blocks.1.attn.W_Q": [0]}), other, ValueError, message)
 
 
 @pytest.mark.parametrize(("batch", "pos"), [(2, 5), (3, 4)])

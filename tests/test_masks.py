@@ -142,10 +142,6 @@ def test_what_broadcasts_is_accepted(shape: tuple[int, ...]) -> None:
     assert torch.broadcast_shapes(shape, (2, 5, 3)) == (2, 5, 3)
 
 
-def test_booleans_are_masks() -> None:
-    check_masks({"blocks.0.mlp.W_in": torch.tensor([True, False, True])}, SITES, COUNTS)
-
-
 @pytest.mark.parametrize("shape", [(4,), (2, 5, 2), (1, 1, 1, 3), (3, 5), (0,)])
 def test_wrong_shapes_name_site_given_and_wanted(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="mask") as error:

@@ -268,5 +268,4 @@ def test_nothing_names_a_registry() -> None:
             ".ci/versions",
         )
     ]
-    words = re.compile(r"index-url|find-links|--trusted-host|pypi\.|pythonhosted|whl/")
-    assert [f.name for f in files if words.search(f.read_text(encoding="utf-8"))] == []
+    assert [file.name for file in files if "://" in file.read_text(encoding="utf-8")] == []

@@ -21,11 +21,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.hooks import RemovableHandle
 
 from tl_spd.checks import check_finite, check_seen, check_whole
 from tl_spd.data import check_batch
-from tl_spd.hooks import HookSet
+from tl_spd.hooks import HookSet, removing
 from tl_spd.importance import Importances
 from tl_spd.install import masked_output
 from tl_spd.masks import Pass, check_fits, check_masks
@@ -41,6 +40,7 @@ from tl_spd.wiring import (
     make_twin,
     observe,
     padding_mask,
+    put_writer,
     softcap,
     sync_twin,
     unembedding,
@@ -227,18 +227,16 @@ class _Stack:
         start = self._start(begin)
         self.beside = start.shortformer_positions, start.attention_mask
         twin = self.engine.twin
-        handles: list[RemovableHandle] = []
         masked = [
             site for site in self.engine.run.sites if self._masking(site) and site.kind != "W_U" and not site.lookup
         ]
-        reader = Reader(twin, masked)
-        try:
+        with removing(HookSet()) as hooks:
+            reader = Reader(twin, masked, hooks)
             for layer, block in enumerate(twin.blocks):
                 if layer > begin:
-                    handles.append(block.register_forward_pre_hook(self._joiner(layer), with_kwargs=True))
+                    hooks.put(block.register_forward_pre_hook, self._joiner(layer), with_kwargs=True)
             for site in masked:
-                name, function = write_hook(twin, site, self._producer(site, reader))
-                handles.append(twin.hook_dict[name].register_forward_hook(_as_torch_hook(function)))
+                put_writer(hooks, twin, site, self._producer(site, reader))
             return twin(
                 start.resid,
                 start_at_layer=begin,
@@ -246,10 +244,6 @@ class _Stack:
                 shortformer_pos_embed=start.shortformer_positions,
                 attention_mask=start.attention_mask,
             )
-        finally:
-            reader.remove()
-            for handle in handles:
-                handle.remove()
 
     def unembed_masks(self) -> list[tuple[Tensor, Tensor | None] | None]:
         """Each pass's mask of the unembedding, ``[1, scored, C]``, and which scored rows take it; None where unmasked."""
@@ -281,22 +275,17 @@ class _Stack:
         """The state with which block 0 begins in the first ``count`` passes, which mask an embedding."""
         twin, run, batch = self.engine.twin, self.engine.run, self.batch
         sites = [site for site in run.sites if site.lookup and self._masking(site)]
-        reader = Reader(twin, sites)
-        handles = []
         self.joined = count
-        try:
+        with removing(HookSet()) as hooks:
+            reader = Reader(twin, sites, hooks)
             for site in sites:
-                name, function = write_hook(twin, site, self._producer(site, reader))
-                handles.append(twin.hook_dict[name].register_forward_hook(_as_torch_hook(function)))
+                put_writer(hooks, twin, site, self._producer(site, reader))
             mask = None if batch.attention_mask is None else batch.attention_mask.repeat(count, 1)
             return Start(*embed(twin, batch.tokens.repeat(count, 1), mask))
-        finally:
-            reader.remove()
-            for handle in handles:
-                handle.remove()
 
     def _joiner(self, layer: int) -> Any:
         def join(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            """Stack the passes that begin at this block behind those that run already."""
             new = sum(first == layer for first in self.first)
             now = Start(args[0], *self.beside)
             whole = _stack_starts([now, *[self.batch.seen.starts[layer]] * new])
@@ -311,6 +300,7 @@ class _Stack:
         indices = self._masking(site)
 
         def produce(like: Tensor) -> Tensor:
+            """The site's output: masked in the passes that mask it, the host's in the others."""
             here = [index for index in indices if index < self.joined]
             masks = [self.passes[index].masks[site.name] for index in here]
             shape = (self.rows, like.shape[1], self.engine.run.components[site.name].C)
@@ -340,10 +330,6 @@ def _mean_kl(original: Float[Tensor, "scored d_vocab"], logits: Float[Tensor, "s
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
 
-def _as_torch_hook(function: Any) -> Any:
-    return lambda module, args, value: function(value, hook=module)
-
-
 def _stack_starts(parts: list[Start]) -> Start:
     def joined(values: list[Any]) -> Any:
         return None if values[0] is None else torch.cat(values)
@@ -360,6 +346,7 @@ class _HeadKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, final: Tensor, original: Tensor, W: Tensor, b: Tensor, cap: float) -> Tensor:
+        """The KLs ``[passes, scored]`` of ``final`` ``[passes, scored, d_model]``; keeps their gradients, not the logits."""
         count, scored, d_model = final.shape
         values = final.new_empty(count, scored, dtype=torch.promote_types(final.dtype, torch.float32))
         grads = torch.empty_like(final)

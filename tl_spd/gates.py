@@ -48,6 +48,7 @@ def vector_gates(
 class _VectorGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, W2: Tensor) -> Tensor:
+        """The gates ``[rows, C]`` without ``b2``, block by block."""
         ctx.save_for_backward(x, weights, W2)
         d_gate, C = W2.shape
         out = x.new_empty(x.shape[0], C)
@@ -63,6 +64,7 @@ class _VectorGates(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The gradients of all inputs, each block's hidden layer computed again."""
         x, weights, W2 = ctx.saved_tensors
         d_gate, C = W2.shape
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -99,6 +101,7 @@ def scalar_gates(
 class _ScalarGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, W1: Tensor, b1: Tensor, W2: Tensor) -> Tensor:
+        """The gates ``[rows, C]`` without ``b2``, block by block."""
         ctx.save_for_backward(a, W1, b1, W2)
         out = torch.empty_like(a)
         step = _rows_per_block(a.shape[0], W2.numel(), a.element_size())
@@ -110,6 +113,7 @@ class _ScalarGates(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of all inputs, each block's hidden layer computed again."""
         a, W1, b1, W2 = ctx.saved_tensors
         grad_a = torch.empty_like(a)
         grad_W1, grad_b1, grad_W2 = torch.zeros_like(W1), torch.zeros_like(b1), torch.zeros_like(W2)

@@ -182,6 +182,7 @@ class _Installation:
         self.calls = _Calls.of(self.model)
 
     def enter(self) -> None:
+        """Put the hooks on and take over the host's calls."""
         self.entered = next_entered()
         self.model.forward = self.calls  # type: ignore[method-assign]
         Reader(self.model, self.sites, self.hooks, self.read)  # kept by its hooks
@@ -218,6 +219,7 @@ class _Installation:
         self.inputs[name] = x
 
     def masks_now(self, name: str) -> Mapping[str, Tensor]:
+        """The masks of the call that runs; refuses to let the site ``name`` be reached without one."""
         if self.now is None:
             raise RuntimeError(
                 f"{name} was reached outside a call: use model(...), not its parts. generate() embeds tokens outside its "
@@ -226,6 +228,7 @@ class _Installation:
         return self.now
 
     def masks_of(self, args: tuple, kwargs: dict) -> Mapping[str, Tensor]:
+        """The masks of a call with these arguments."""
         if not isinstance(self.masks, str):
             return self.masks
         ones = {site.name: torch.ones((), device=self.run.components[site.name].read.device) for site in self.sites}
@@ -314,6 +317,7 @@ class _Calls:
         return copy.deepcopy(own, memo)
 
     def remove(self, listener: _Installation) -> None:
+        """Leave ``listener`` out; the host gets its own ``forward`` back behind the last one."""
         self.listeners = [other for other in self.listeners if other is not listener]
         if not self.listeners and vars(self.model).get("forward") is self:
             if self.own is None:

@@ -229,6 +229,12 @@ def write_hook(
     return write_point(model, site), lambda value, hook: produce(value)
 
 
+def put_writer(hooks: HookSet, twin: HookedTransformer, site: Site, produce: Callable[[Tensor], Tensor | None]) -> None:
+    """Let ``produce`` write a site's output on a twin, through ``hooks``."""
+    name, function = write_hook(twin, site, produce)
+    hooks.put(twin.hook_dict[name].register_forward_hook, lambda point, _, value: function(value, hook=point))
+
+
 # --- the original model ----------------------------------------------------------------------------------------------
 
 

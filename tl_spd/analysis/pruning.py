@@ -34,12 +34,12 @@ import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tl_spd.checks import check_seen, check_shares, check_whole
 from tl_spd.components import Components, init_components
 from tl_spd.data import check_batch
 from tl_spd.engine import LOGIT_ELEMENTS, Batch, Engine, scored_positions
+from tl_spd.hooks import HookSet, removing
 from tl_spd.importance import Scalar
 from tl_spd.masks import Pass
 from tl_spd.run import Run
@@ -61,9 +61,9 @@ from tl_spd.wiring import (
     make_twin,
     observe,
     padding_mask,
+    put_writer,
     softcap,
     unembedding,
-    write_hook,
 )
 
 TIE = 1e-9
@@ -258,21 +258,15 @@ class _Pruned:
     def _stack(self, names: list[str]) -> Float[Tensor, "rows pos d_model"]:
         """The last residual stream of the candidates ``names`` (in forward order), stacked along the batch."""
         sites = [self.sites[name] for name in names]
-        reader, handles = Reader(self.twin, sites), list[RemovableHandle]()
-        try:
+        with removing(HookSet()) as hooks:
+            reader = Reader(self.twin, sites, hooks)
             for index, site in enumerate(sites):
-                point, write = write_hook(self.twin, site, partial(self._leave_out, site.name, index, reader))
-                hook = partial(_as_torch_hook, write)
-                handles.append(self.twin.hook_dict[point].register_forward_hook(hook))
+                put_writer(hooks, self.twin, site, partial(self._leave_out, site.name, index, reader))
             resid = self.starts[0].resid[:0]
             for layer in range(sites[0].layer, self.depth):
                 joining = sum(site.layer == layer for site in sites)
                 resid = self._block(layer, torch.cat([resid, *[self.starts[layer].resid] * joining]))
             return resid
-        finally:
-            reader.remove()
-            for handle in handles:
-                handle.remove()
 
     def _leave_out(self, name: str, index: int, reader: Reader, y: Tensor) -> Tensor:
         own = slice(index * self.rows, (index + 1) * self.rows)
@@ -285,10 +279,6 @@ class _Pruned:
         beside = [start.shortformer_positions, start.attention_mask]
         positions, mask = (None if v is None else v.repeat(count, *[1] * (v.ndim - 1)) for v in beside)
         return self.twin.blocks[layer](resid, shortformer_pos_embed=positions, attention_mask=mask)
-
-
-def _as_torch_hook(write: Any, module: nn.Module, args: tuple, value: Tensor) -> Tensor:
-    return write(value, hook=module)
 
 
 def _check(model: HookedTransformer, sites: Sequence[Site], max_rows: int | None) -> None:

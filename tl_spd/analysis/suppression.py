@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -28,8 +29,9 @@ from torch import Tensor
 from tl_spd.analysis.prompts import Prompt, as_prompts, standing, standings
 from tl_spd.checks import check_finite, check_whole
 from tl_spd.components import Components
+from tl_spd.hooks import HookSet, removing
 from tl_spd.run import Run
-from tl_spd.sites import Hook, HookedTransformer, all_sites, weight
+from tl_spd.sites import HookedTransformer, all_sites, weight
 from tl_spd.suppress import (
     Directions,
     check_directions,
@@ -39,7 +41,7 @@ from tl_spd.suppress import (
     subcomponent_directions,
     suppressed_directions,
 )
-from tl_spd.wiring import Reader, make_twin, write_hook
+from tl_spd.wiring import Reader, make_twin, put_writer
 
 CONTROLS = ("subcomponents", "random", "random matched", "singular")
 _Set = tuple[dict[str, Any], Mapping[str, Directions]]
@@ -309,18 +311,15 @@ class _Trials:
     def _p(self, prompt: Prompt, taken: Bool[Tensor, "rows candidates"]) -> Float[Tensor, "rows"]:
         sites = [parts.site for parts in self.parts.values()]
         masks = taken[:, None].split([parts.C for parts in self.parts.values()], dim=-1)
-        reader = Reader(self.twin, sites)
+        with removing(HookSet()) as hooks:
+            reader = Reader(self.twin, sites, hooks)
 
-        def without(parts: Components, mask: Tensor) -> Any:
-            site = parts.site
-            return lambda like: like - parts.output(reader.inputs[site.name], mask.to(parts.read.dtype), like)
+            def without(parts: Components, mask: Tensor, like: Tensor) -> Tensor:
+                return like - parts.output(reader.inputs[parts.site.name], mask.to(parts.read.dtype), like)
 
-        pairs = zip(self.parts.values(), masks, strict=True)
-        hooks: list[Hook] = [write_hook(self.twin, parts.site, without(parts, mask)) for parts, mask in pairs]
-        try:
-            logits = self.twin.run_with_hooks(prompt.tokens.expand(taken.shape[0], -1), fwd_hooks=hooks)
-        finally:
-            reader.remove()
+            for parts, mask in zip(self.parts.values(), masks, strict=True):
+                put_writer(hooks, self.twin, parts.site, partial(without, parts, mask))
+            logits = self.twin(prompt.tokens.expand(taken.shape[0], -1))
         answers = torch.full((taken.shape[0],), prompt.answer, device=logits.device)
         return standing(logits[:, -1], answers)[0].exp()
 
