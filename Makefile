@@ -1,5 +1,5 @@
 # make demo       set up, run the induction job in its quick preset, say where the results are (ARGS=--resume goes on)
-# make test       set up, run the test suite with coverage      (make test ARGS="-k sites" passes options to pytest)
+# make test       set up, run the test suite with coverage, in two processes (make test ARGS="-k sites" passes options to pytest)
 # make tutorials  the notebooks of tutorials/ in their quick form, in an empty folder
 # make notebooks  the notebooks in full, outputs stored in them (half an hour)
 # make check      formatting, lint, types; changes nothing
@@ -45,7 +45,7 @@ demo: $(READY)
 
 test: $(READY)
 	@echo "Running the test suite"
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --cov --cov-report=term $(ARGS)
 
 tutorials: $(READY)
 	@echo "Running the notebooks in their quick form"
