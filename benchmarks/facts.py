@@ -1,7 +1,7 @@
 """``tl-spd facts`` on several seeds: what suppression takes from a fact, beside what it takes elsewhere and what controls take.
 
 ``python -m benchmarks.facts --seeds 0 1 2``. A seed whose folder holds a finished run of the same settings is not run again: its
-tables are read.
+tables are read. Where it holds a finished decomposition only, that one is read and the rest is run.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def result_of(settings: FactsSettings, folder: Path) -> FactsResult:
     """The finished run of ``settings`` in ``folder``, without its Run; a new one if there is none."""
     done, wanted = folder / "settings.json", json.loads(json.dumps(asdict(settings), default=str))  # written last
     if not done.exists() or json.loads(done.read_text()) != wanted:
-        print(run_facts(settings, folder).tables(), flush=True)
+        print(run_facts(settings, folder, resume=True).tables(), flush=True)
     tables = {name: pd.read_csv(folder / f"{name}.csv") for name in TABLES}
     seconds = json.loads((folder / "summary.json").read_text())["seconds"]
     return FactsResult(run=None, seconds=seconds, **tables)  # type: ignore[arg-type]
@@ -155,9 +155,10 @@ def main(arguments: Arguments) -> None:
     text = [
         f"Host {settings.host}, sites {settings.sites}, C {settings.C}, {settings.importance}, {settings.steps} steps on "
         f"{' and '.join(f'`{fact.prompt}` -> `{fact.answer}`' for fact in settings.facts.pair)}. At most {settings.k} directions "
-        f"of the {settings.candidates} most important ones unique to a prompt are suppressed; the choice by effect (at the same "
-        f"time least change of {settings.spared} other facts, `spared`, which are not in the fact set) ends where one more does "
-        "not help.",
+        f"unique to a prompt are suppressed: the most important ones, the most contributing ones, or those of the "
+        f"{settings.candidates} most contributing ones that a choice by effect takes. It (at the same time least change of "
+        f"{settings.spared} other facts, `spared`, which are not in the fact set) ends where one more does not help. "
+        "Contribution: the length of what a subcomponent writes as a share of its site's output, the largest at any token.",
         "What is left of the answer's probability (`change`: mean of |ratio - 1|), beside the control taking most of the fact: "
         f"of those that change the fact set by less than {SPARED:g} (`sparing`), and of all (`any`)",
         markdown(headline_table(results)),
@@ -166,7 +167,8 @@ def main(arguments: Arguments) -> None:
         markdown(seed_table(results)),
         "Subcomponents unique to a prompt, by the token where they are active",
         unique_table(results),
-        "Suppressed directions (importance before its cut at 1; `p`, `ratio`: of the fact, with all up to that round suppressed)",
+        "Suppressed directions (importance before its cut at 1 and contribution: the largest at any token; "
+        "`p`, `ratio`: of the fact, with all up to that round suppressed)",
         selection_table(results),
         "Probability of the answer after suppression as a share of that before: means over prompts. `facts`: the known facts of "
         "the fact set with 95% interval over facts, worst ratio, mean absolute change and share of answers still ranked first; "

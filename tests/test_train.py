@@ -848,6 +848,16 @@ def test_one_that_was_interrupted_and_resumed_is_finished(tmp_path: Path) -> Non
     assert same_runs(tiny_decompose(model, out=tmp_path), resumed)
 
 
+def test_resuming_a_finished_one_returns_it_untrained(tmp_path: Path) -> None:
+    model = tiny_host()
+    first = tiny_decompose(model, out=tmp_path)
+    assert not storage.holds_record(tmp_path / "checkpoint")
+    again = tiny_decompose(model, lambda *_: pytest.fail("trained again"), out=tmp_path, resume=True)
+    assert same_runs(again, first)
+    with pytest.raises(ValueError, match="made for other weights"):
+        tiny_decompose(tiny_host(seed=1), out=tmp_path, resume=True)
+
+
 @pytest.fixture
 def stopped(tmp_path: Path) -> tuple[HookedTransformer, dict[str, Any]]:
     """A host and the settings of a training on it that was interrupted at step 2 of 4."""

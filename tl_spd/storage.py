@@ -72,36 +72,56 @@ def locked(path: str | Path) -> Iterator[None]:
     if owner in _held:
         yield
         return
-    file = _acquire(folder)
-    _held.add(owner)
+    files: list[int] = []
     try:
-        yield
+        try:
+            _acquire(folder, files)
+            _held.add(owner)
+            yield
+        finally:
+            _release(folder, owner, files)
     finally:
-        _held.discard(owner)
-        if sys.platform == "win32":
-            os.close(file)  # an open file cannot be removed there
-        with suppress(OSError):
-            (folder / LOCK).unlink()
-        if sys.platform != "win32":
-            os.close(file)
+        _release(folder, owner, files)  # once more, where an interrupt cut the first short
 
 
-def _acquire(folder: Path) -> int:
+def _acquire(folder: Path, files: list[int]) -> None:
+    """Lock the file of ``folder``; whatever is opened for it is noted in ``files`` before it is locked."""
     while True:
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0))
+        files.append(file)
         try:
             _try_lock(file)
             if os.path.samestat(os.fstat(file), os.stat(folder / LOCK)):
-                return file
+                return
         except (BlockingIOError, PermissionError) as error:
-            os.close(file)
             raise StorageError(
                 f"Another process or thread is writing to {folder}, a training for example. Wait until it has ended, end it, "
                 "or give another folder."
             ) from error
         except FileNotFoundError:
             pass  # the one who held it has just removed it
-        os.close(file)
+        _close(files)
+
+
+def _release(folder: Path, owner: tuple[str, int, int], files: list[int]) -> None:
+    """Give up what :func:`_acquire` took. What was cut short can be repeated; at worst the empty file stays."""
+    ours = owner in _held
+    _held.discard(owner)
+    if sys.platform == "win32":
+        _close(files)  # an open file cannot be removed there
+    if ours:
+        with suppress(OSError):
+            (folder / LOCK).unlink()
+    _close(files)
+
+
+def _close(files: list[int]) -> None:
+    """Close the files, unlocked first: one that is lost to an interrupt between its two calls holds nothing."""
+    for file in files:
+        with suppress(OSError):
+            _unlock(file)
+    while files:
+        os.close(files.pop())
 
 
 def _try_lock(file: int) -> None:
@@ -114,6 +134,13 @@ def _try_lock(file: int) -> None:
         raise
     except OSError:
         pass  # the file system knows no locks
+
+
+def _unlock(file: int) -> None:
+    if sys.platform == "win32":
+        msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+    else:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tl_spd.engine import Batch, Engine
 from tl_spd.importance import Importances, ImportanceSpec, Vector
 from tl_spd.losses import Faithfulness, LossTerm, ReconTerm, Step, host_weights, term_values
 from tl_spd.memory import warn_of_memory
-from tl_spd.run import Run, from_record, new_run
+from tl_spd.run import Run, from_record, load, new_run
 from tl_spd.settings import Settings, make_settings
 from tl_spd.sites import HookedTransformer, Site, find_sites, host_device, host_dtype
 
@@ -62,27 +62,27 @@ def decompose(
     Args:
         data: a token tensor ``[batch, pos]`` or a tuple ``(tokens, attention_mask)``, an iterable of batches, or a function
             ``(step, generator) -> batch``. A batch is either of the first two; the generator is on the CPU.
-        losses: default ``paper_losses("gpt2")``.
         out: a folder for the Run, and for checkpoints (Runs too) every ``checkpoint_every`` steps and on KeyboardInterrupt.
             Nobody else may write there meanwhile, and it may not hold a Run of other settings.
-        resume: continue from ``out/checkpoint`` if there is one. Settings and data must be the same.
+        resume: continue from ``out/checkpoint``, or return the finished Run in ``out``. All else must be the same.
         check_memory: warn where :func:`~tl_spd.memory.estimate_memory` is above what is free, refuse what can never fit.
-        settings: further fields of :class:`~tl_spd.settings.Settings`.
+        losses, settings: fields of :class:`~tl_spd.settings.Settings`; losses default to ``paper_losses("gpt2")``.
 
     Returns:
-        The Run; its history has one row per logged step (losses before coefficients, and :func:`mean_l0`).
+        The Run; its history has one row per logged step (losses before coefficients, and :func:`mean_l0`). What ends the
+        training early, KeyboardInterrupt too, carries the Run so far: in a notebook, ``sys.last_value.run``.
 
     Raises:
         ValueError, TypeError: wrong settings, patterns or data; TooLargeError: too little memory. Before training starts.
         StorageError: another process or thread is writing to ``out``, or its checkpoint is damaged.
         NonFiniteLossError: an activation, a loss or a gradient was not finite; the last checkpoint is kept.
-
-    What ends the training early, KeyboardInterrupt too, carries the Run so far: in a notebook, ``sys.last_value.run``.
     """
     chosen = make_settings(sites, C, importance, losses, steps, **settings)
     found, counts, batches = _checked(model, data, chosen)
     with _checkpoint_folder(out, checkpoint_every, resume) as folder:
         saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
+        if resume and saved is None and folder is not None and storage.holds_record(folder.parent):
+            return load(folder.parent, model)
         if check_memory and not (saved and saved[0]["step"] == steps):
             warn_of_memory(model, chosen, batches, saves=out is not None, checkpoints=checkpoint_every is not None)
         run = from_record(*saved, model, str(folder)) if saved else _fresh_run(model, chosen, found, counts, batches)
@@ -195,14 +195,21 @@ class _Trainer:
     @contextmanager
     def training(self, folder: Path | None) -> Iterator[None]:
         """Gradients on inside; an interrupt that leaves a complete step behind writes it to ``folder``."""
-        self.run.requires_grad_(True)
-        try:
-            with self._carrying_the_run(), self._saving_an_interrupt(folder):
-                yield
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.run.requires_grad_(False)
-            self.run.history = pd.DataFrame(self.history)
+        with self._carrying_the_run():
+            try:
+                try:
+                    self.run.requires_grad_(True)
+                    with self._saving_an_interrupt(folder):
+                        yield
+                finally:
+                    self._stop()
+            finally:
+                self._stop()  # once more, where an interrupt cut the first short
+
+    def _stop(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.run.requires_grad_(False)
+        self.run.history = pd.DataFrame(self.history)
 
     @contextmanager
     def _carrying_the_run(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch import Tensor
 import tl_spd as spd
 from tests.tiny import tiny_host, tiny_tokenizer, unchanged, with_weights
 from tl_spd import cli
+from tl_spd.analysis.contribution import contributions
 from tl_spd.analysis.suppression import select_by_effect
 from tl_spd.experiments import facts as experiment
 from tl_spd.experiments.facts import TABLES, FactsResult, FactsSettings, run_facts
 from tl_spd.experiments.facts_data import PAIR, SHIPPED, Fact, FactSet
-from tl_spd.experiments.facts_steps import check_facts, spared_facts, summarize
+from tl_spd.experiments.facts_steps import check_facts, choose, spared_facts, summarize, tokenize
 from tl_spd.sites import HookedTransformer, weight
 from tl_spd.suppress import subcomponent_directions
 
@@ -145,6 +146,24 @@ def test_a_fact_set_is_checked_and_read(tmp_path: Path) -> None:
             FactSet.read(file)
 
 
+@pytest.mark.parametrize("field", ["prompt", "answer", "subject", "relation"])
+@pytest.mark.parametrize("part", ["pair", "reversed", "facts"])
+@pytest.mark.parametrize("text", ["a\0b", "\ud83d"])
+def test_texts_that_no_table_can_hold_are_refused_with_the_facts(
+    tmp_path: Path, text: str, part: str, field: str
+) -> None:
+    """Python 3.10 writes no NUL as CSV, and no Python half a pair as UTF-8; a whole pair, an emoji, can be written."""
+    facts = FactSet(PAIR, SHIPPED.reversed, (Fact("e is", " x", "\U0001f600", "r"),))
+    first, *others = getattr(facts, part)
+    wrong = {**asdict(facts), part: [asdict(fact) for fact in (replace(first, **{field: text}), *others)]}
+    file = tmp_path / "facts.json"
+    file.write_text(json.dumps(asdict(facts)))
+    assert FactSet.read(file) == facts
+    file.write_text(json.dumps(wrong))
+    with pytest.raises(ValueError, match=f"may hold no NUL character.*; found {re.escape(repr(text))}"):
+        FactSet.read(file)
+
+
 def test_presets_differ_in_what_they_cost_alone() -> None:
     paper = FactsSettings.preset("gpt2", 3)
     assert (paper.host, paper.C, paper.importance, paper.steps) == ("gpt2", 768, spd.Vector(d_gate=64), 20_000)
@@ -234,6 +253,36 @@ def test_choices_equal_those_made_one_candidate_at_a_time(case: tuple) -> None:
     assert (greedy.site, greedy["index"]) == min(left, key=left.__getitem__)
     assert greedy.tried == len(candidates)
     assert greedy.ratio == pytest.approx(min(left.values()) / p_of(model, fact), rel=1e-4)
+
+
+def test_candidates_are_those_that_contribute_most(case: tuple) -> None:
+    model, settings, result, _ = case
+    fact = settings.facts.pair[0]
+    mine = result.unique[result.unique.prompt == fact.prompt]
+    tokens = model.to_tokens(fact.prompt)
+    shares = contributions(model, result.run, tokens)
+    for row in mine.itertuples():
+        assert row.contribution == pytest.approx(float(shares[row.site][0, row.position, row.subcomponent]), rel=1e-4)
+    largest = {
+        (row.site, row.subcomponent): float(shares[row.site][0, :, row.subcomponent].max()) for row in mine.itertuples()
+    }
+    order = sorted(largest, key=largest.__getitem__, reverse=True)
+    rows = result.selections[result.selections.target == fact.prompt]
+    by_share = rows[rows.choice == "contribution"]
+    assert list(zip(by_share.site, by_share["index"], strict=True)) == order[: settings.k]
+    for row in rows.to_dict("records"):
+        assert row["contribution"] == pytest.approx(largest[row["site"], row["index"]], rel=1e-4)
+    pre = result.run.importances(model, tokens).pre
+    known = result.known.iloc[:0]
+    few = choose(model, result.run, fact, pre, shares, mine, 1, 1, known)  # one candidate: not the most important one
+    assert few.candidates == {order[0][0]: [order[0][1]]}
+    assert few.by["contribution"] == few.candidates != few.by["importance"]
+    pair = tokenize(model, [one.prompt for one in settings.facts.pair])
+    both = contributions(model, result.run, *pair)
+    everywhere = sum(int((share.amax((0, 1)) >= 0.01).sum()) for share in both.values())
+    assert result.counts()["contributing 0.01"] == everywhere
+    heard = sum(value >= 0.01 for value in largest.values())
+    assert result.counts()["unique_to, contributing 0.01"][fact.prompt] == heard
 
 
 def test_effects_equal_those_of_hosts_with_other_weights(case: tuple) -> None:

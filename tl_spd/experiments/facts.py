@@ -4,9 +4,9 @@
    answer is one token and the host's most probable one. Of the other facts those that are not known are dropped and counted.
 2. Sites of early layers are decomposed on the pair's prompts (without the answers), scored at all positions, with Vector
    importances and the paper's losses, the partial ones among them.
-3. Subcomponents unique to each prompt are listed by token. The ``candidates`` of them with the largest importance before its
-   cut at 1 are kept; at most ``k`` of these are suppressed, chosen by importance alone, and greedily by effect on the fact
-   while ``spared`` facts are to stay as they are. Those are left out of the fact set.
+3. Subcomponents unique to each prompt are listed by token. At most ``k`` of them are suppressed: those of largest importance
+   before its cut at 1, those of largest contribution, and those that a greedy choice by effect on the fact takes from the
+   ``candidates`` of largest contribution while ``spared`` facts are to stay as they are. Those are left out of the fact set.
 4. Effects on the fact, the other fact, the reversed questions and the fact set, beside controls of the same size (random,
    singular and the other prompt's directions), and where the choice was by effect, controls chosen with the same effort.
 5. Causal traces of both prompts, a zero-out sweep, the evaluation of the Run.
@@ -29,8 +29,10 @@ from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from tl_spd.analysis.activity import unique_subcomponents, unique_to_prompts
+from tl_spd.analysis.contribution import contributions
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.analysis.tracing import causal_trace
 from tl_spd.analysis.zero_out import zero_out
@@ -47,6 +49,9 @@ from tl_spd.sites import HookedTransformer, token_texts
 from tl_spd.train import decompose
 
 TABLES = ("known", "active", "unique", "selections", "effects", "summary", "trace", "zero_out", "metrics")
+HEARD = 0.01
+"""Contribution from which a subcomponent counts as one that does something."""
+
 SHORT = ("active", "selections", "summary", "metrics")
 """The tables that ``summary.json`` holds too."""
 
@@ -62,7 +67,7 @@ class FactsSettings:
         facts: the pair, its reversed questions and the fact set.
         device: where the host goes (None: a GPU if there is one).
         k: how many directions are suppressed at most.
-        candidates: how many of the subcomponents unique to a prompt are tried, those of largest importance.
+        candidates: how many of the subcomponents unique to a prompt are tried, those of largest contribution.
         spared: how many known facts the choice by effect is to leave alone.
         threshold: importance above which a subcomponent is active.
         control_draws: draws of random controls.
@@ -112,7 +117,6 @@ class FactsSettings:
                 steps=100,
                 C=small,
                 optimizer=Optimizer(lr=5e-3, component_lr=2e-5),
-                candidates=400,  # all that are unique: among as many sites the most important ones need not be those that matter
                 control_draws=3,
             ),
             "gpt2": cls(
@@ -143,10 +147,13 @@ class FactsResult:
     Attributes:
         run: the decomposition.
         known: every fact: ``part`` (pair, reversed or facts), ``relation, prompt, answer, one_token, p, rank, known``.
-        active: ``site, threshold, min_fraction, unique, C``; ``unique`` counts subcomponents active anywhere on the pair.
-        unique: ``prompt, position, token, site, subcomponent, value``: what is active on one prompt only, and where.
-        selections: ``target, choice`` (importance or effect), ``round, site, index, position, token`` (where it is most
-            important), ``importance`` (before the cut at 1), and for the choice by effect ``p, ratio, change, tried``.
+        active: ``site, threshold, min_fraction, unique, C, contributing``; ``unique`` counts subcomponents active anywhere on
+            the pair, ``contributing`` those whose contribution reaches 0.01 there.
+        unique: ``prompt, position, token, site, subcomponent, value, contribution``: what is active on one prompt only, and
+            where; see :func:`~tl_spd.analysis.contribution.contributions`.
+        selections: ``target, choice`` (importance, contribution or effect), ``round, site, index, position, token`` (where it
+            is most important), ``importance`` (before the cut at 1) and ``contribution``, the largest at any token, and
+            for the choice by effect ``p, ratio, change, tried``.
         effects: ``target, choice, group`` and the columns of :func:`~tl_spd.analysis.suppression.control_table`.
         summary: see :func:`~tl_spd.experiments.facts_steps.summarize`.
         trace: ``prompt`` and the columns of :func:`~tl_spd.analysis.tracing.causal_trace`.
@@ -170,18 +177,21 @@ class FactsResult:
     def counts(self) -> dict[str, Any]:
         """How many facts are known and dropped, and how many subcomponents there are, active, and unique to each prompt."""
         facts = self.known[self.known.part == "facts"]
-        one = self.unique.drop_duplicates(["prompt", "site", "subcomponent"])
+        one = self.unique.groupby(["prompt", "site", "subcomponent"], sort=False).contribution.max().reset_index()
+        heard = one[one.contribution >= HEARD]
         pair = self.known[self.known.part == "pair"].prompt
-        everywhere = self.active.groupby("threshold")[["unique", "C"]].sum()
+        everywhere = self.active.groupby("threshold")[["unique", "C", "contributing"]].sum()
         return {
             "facts": len(facts),
             "known": int(facts.known.sum()),
             "dropped": int((~facts.known).sum()),
             "dropped_as_several_tokens": int((~facts.one_token).sum()),
             "subcomponents": int(everywhere.C.iloc[0]),
-            "active": {f"{threshold:g}": int(n) for threshold, n in everywhere.unique.items()},
-            "active_share": {f"{t:g}": n / c for t, n, c in everywhere.itertuples()},
+            "active": {f"{threshold:g}": int(n) for threshold, n in everywhere["unique"].items()},
+            "active_share": {f"{t:g}": n / c for t, n, c in everywhere[["unique", "C"]].itertuples()},
+            f"contributing {HEARD:g}": int(everywhere.contributing.iloc[0]),
             "unique_to": {prompt: int((one.prompt == prompt).sum()) for prompt in pair},
+            f"unique_to, contributing {HEARD:g}": {prompt: int((heard.prompt == prompt).sum()) for prompt in pair},
         }
 
     def effects_table(self) -> pd.DataFrame:
@@ -282,20 +292,24 @@ def run_facts(
     kept = None if out is None else Path(out) / "run"
     run = _decompose(model, settings, tokens, mask, progress=progress, out=kept, resume=resume)
     clock("decomposition")
-    importances = run.importances(model, tokens, mask)
-    unique = _named(model, settings, unique_to_prompts(importances, tokens, importances.real, settings.threshold))
+    importances, shares = run.importances(model, tokens, mask), contributions(model, run, tokens, mask)
+    unique = unique_to_prompts(importances, tokens, importances.real, settings.threshold)
+    unique = _named(model, settings, unique.assign(contribution=_at(unique, shares)))
     spare = spared_facts(known, settings.spared)
     choices = []
     for row, fact in enumerate(settings.facts.pair):
-        own = {name: pre[row : row + 1, : int(mask[row].sum())] for name, pre in importances.pre.items()}
+        real = slice(row, row + 1), slice(int(mask[row].sum()))
+        own, share = ({name: value[real] for name, value in both.items()} for both in (importances.pre, shares))
         mine = unique[unique.prompt == fact.prompt]
-        choices.append(choose(model, run, fact, own, mine, settings.k, settings.candidates, spare))
+        choices.append(choose(model, run, fact, own, share, mine, settings.k, settings.candidates, spare))
     clock("selection")
     effects = measure_suppression(model, run, choices, known, spare, settings.control_draws, settings.seed)
     clock("effects")
     trace, swept = _trace(model, settings), _zero_out(model, settings)
     clock("tracing")
     active = unique_subcomponents(importances, importances.real, min_fraction=0.0)
+    heard = {site: int((share.flatten(0, 1).amax(0) >= HEARD).sum()) for site, share in shares.items()}
+    active["contributing"] = active.site.map(heard)
     metrics = evaluate(model, run, tokens, mask)
     clock("evaluation")
     rows = [row for choice in choices for row in choice.table.to_dict("records")]  # pandas 2 warns of empty columns
@@ -329,6 +343,11 @@ def _decompose(model: HookedTransformer, settings: FactsSettings, tokens: Tensor
         seed=settings.seed,
         **how,
     )
+
+
+def _at(places: pd.DataFrame, values: Mapping[str, Tensor]) -> list[float]:
+    """The values ``[batch, pos, C]`` of each site at the places of ``unique``."""
+    return [float(values[row.site][row.prompt, row.position, row.subcomponent]) for row in places.itertuples()]
 
 
 def _named(model: HookedTransformer, settings: FactsSettings, unique: pd.DataFrame) -> pd.DataFrame:

@@ -211,7 +211,13 @@ class FactSet:
                 f"A FactSet has two facts, two reversed questions and other facts; found {len(self.pair)}, "
                 f"{len(self.reversed)} and {len(self.facts)}."
             )
-        prompts = [fact.prompt for fact in (*self.pair, *self.reversed, *self.facts)]
+        everything = (*self.pair, *self.reversed, *self.facts)
+        texts = [text for fact in everything for text in (fact.prompt, fact.answer, fact.subject, fact.relation)]
+        if bad := [text for text in texts if "\0" in text or text.encode("utf-8", "ignore").decode() != text]:
+            raise ValueError(
+                f"A fact's texts go into tables and may hold no NUL character and no half of a surrogate pair; found {bad[0]!r}."
+            )
+        prompts = [fact.prompt for fact in everything]
         if twice := [prompt for prompt in dict.fromkeys(prompts) if prompts.count(prompt) > 1]:
             raise ValueError(f"Every prompt may be there once; found {twice[0]!r} more often.")
         if without := [fact for fact in self.pair if not fact.subject or fact.subject not in fact.prompt]:

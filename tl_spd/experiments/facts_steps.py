@@ -1,9 +1,10 @@
 """The steps of the facts experiment: which facts a host knows, what to suppress for each, and what that does, beside controls.
 
 1. A fact is known where its answer is one token and no token is more probable behind the prompt.
-2. For each fact of the pair, subcomponents unique to its prompt are ordered by importance before its cut at 1. The largest are
-   the candidates; at most k of them are suppressed, chosen by importance alone and greedily by effect on the fact.
-   The greedy choice also has to leave some of the known facts alone; those are spared ones and counted apart.
+2. For each fact of the pair, at most k of the subcomponents unique to its prompt are suppressed: those of largest importance
+   before its cut at 1, those of largest contribution, and those that a greedy choice by effect on the fact takes from the
+   candidates, which are a larger number of largest contribution. The greedy choice also has to leave some of the known
+   facts alone; those are spared ones and counted apart.
 3. Effects and controls come from :mod:`tl_spd.analysis.suppression`; groups of prompts are summarised by mean ratios.
 
 Source: the paper's experiment on facts; controls and equal effort are this library's. Approximations: none.
@@ -36,6 +37,7 @@ SELECTIONS = [
     "position",
     "token",
     "importance",
+    "contribution",
     "p",
     "ratio",
     "change",
@@ -103,7 +105,7 @@ class Choices:
 
     Attributes:
         candidates: the subcomponents unique to its prompt that were tried.
-        by: "importance" and "effect" -> the chosen ones; a choice that found nothing is left out.
+        by: "importance", "contribution" and "effect" -> the chosen ones; a choice that found nothing is left out.
         table: the rows of ``FactsResult.selections``.
     """
 
@@ -117,24 +119,27 @@ def choose(
     run: Run,
     fact: Fact,
     importances: Mapping[str, Float[Tensor, "batch pos C"]],
+    shares: Mapping[str, Float[Tensor, "batch pos C"]],
     unique: pd.DataFrame,
     k: int,
     candidates: int,
     spare: pd.DataFrame,
 ) -> Choices:
-    """At most ``k`` subcomponents unique to the prompt of ``fact``, by importance alone and greedily by effect.
+    """At most ``k`` subcomponents unique to the prompt of ``fact``: by importance, by contribution, and greedily by effect.
 
     Args:
         importances: ``[batch, pos, C]`` per site before the cut at 1.
+        shares: ``[batch, pos, C]`` per site, what :func:`~tl_spd.analysis.contribution.contributions` returned.
         unique: the rows of ``FactsResult.unique`` that are this prompt's.
-        candidates: how many are tried by effect: those of largest importance.
+        candidates: how many are tried by effect: those of largest contribution.
         spare: rows of ``FactsResult.known``: facts that the choice by effect is to leave alone.
     """
-    unique_indices = {site: sorted(set(rows.subcomponent)) for site, rows in unique.groupby("site", sort=False)}
-    order = select_by_importance(importances, candidates, unique_indices)
-    pool = chosen(order)
-    best = order.head(k)
-    found = {"importance": best}
+    indices = {site: sorted(set(rows.subcomponent)) for site, rows in unique.groupby("site", sort=False)}
+    everyone = max(1, sum(len(own) for own in indices.values()))
+    by_importance = select_by_importance(importances, everyone, indices)
+    by_share = select_by_importance(shares, everyone, indices).rename(columns={"importance": "contribution"})
+    pool = chosen(by_share.head(candidates))
+    found = {"importance": by_importance.head(k), "contribution": by_share.head(k)}
     if pool:
         greedy = select_by_effect(
             model,
@@ -146,11 +151,16 @@ def choose(
             spare_answers=spare.answer.tolist(),
         )
         greedy["index"] = [pool[row.site][row["index"]] for _, row in greedy.iterrows()]
-        found["effect"] = greedy.merge(order[["site", "index", "importance"]], on=["site", "index"])
+        found["effect"] = greedy
     strongest = unique.sort_values("value", ascending=False, kind="stable").drop_duplicates(["site", "subcomponent"])
-    places = strongest.rename(columns={"subcomponent": "index"})[["site", "index", "position", "token"]]
-    tables = [table.merge(places, on=["site", "index"]).assign(choice=choice) for choice, table in found.items()]
-    table = pd.concat(tables, ignore_index=True).assign(target=fact.prompt)
+    about = strongest.rename(columns={"subcomponent": "index"})[["site", "index", "position", "token"]]
+    for column, order in (("importance", by_importance), ("contribution", by_share)):
+        about = about.merge(order[["site", "index", column]], on=["site", "index"])
+    tables = []
+    for choice, table in found.items():
+        rows = table.drop(columns=["importance", "contribution"], errors="ignore").merge(about, on=["site", "index"])
+        tables.append(rows.assign(choice=choice, target=fact.prompt))
+    table = pd.concat(tables, ignore_index=True)
     return Choices(pool, {c: chosen(t) for c, t in found.items() if len(t)}, table.reindex(columns=SELECTIONS))
 
 
