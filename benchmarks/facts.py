@@ -127,11 +127,11 @@ def start_table(preset: str, results: dict[int, FactsResult], out: Path) -> pd.D
 
 
 def unique_table(results: dict[int, FactsResult]) -> str:
-    """How many subcomponents unique to a prompt are active at each of its tokens, by seed."""
+    """How many subcomponents active, or writing, on one prompt only there are at each of its tokens, by seed."""
     columns = {}
     for seed, result in results.items():
         rows = result.unique.assign(token=result.unique.token.map(repr))
-        columns[f"seed {seed}"] = rows.groupby(["prompt", "position", "token"], sort=False).size()
+        columns[f"seed {seed}"] = rows.groupby(["by", "prompt", "position", "token"], sort=False).size()
     return markdown(pd.DataFrame(columns).fillna(0).astype(int).sort_index())
 
 
@@ -155,17 +155,18 @@ def main(arguments: Arguments) -> None:
     text = [
         f"Host {settings.host}, sites {settings.sites}, C {settings.C}, {settings.importance}, {settings.steps} steps on "
         f"{' and '.join(f'`{fact.prompt}` -> `{fact.answer}`' for fact in settings.facts.pair)}. At most {settings.k} directions "
-        f"unique to a prompt are suppressed: the most important ones, the most contributing ones, or those of the "
-        f"{settings.candidates} most contributing ones that a choice by effect takes. It (at the same time least change of "
-        f"{settings.spared} other facts, `spared`, which are not in the fact set) ends where one more does not help. "
-        "Contribution: the length of what a subcomponent writes as a share of its site's output, the largest at any token.",
+        f"are suppressed: the most important ones of those active on a prompt only, the most contributing ones of those writing "
+        f"there only, or those of the {settings.candidates} most contributing ones that a choice by effect takes. It (at the "
+        f"same time least change of {settings.spared} other facts, `spared`, which are not in the fact set) ends where one more "
+        "does not help. Contribution: the length of what a subcomponent writes as a share of its site's output; it writes where "
+        f"that is above {settings.min_contribution:g}.",
         "What is left of the answer's probability (`change`: mean of |ratio - 1|), beside the control taking most of the fact: "
         f"of those that change the fact set by less than {SPARED:g} (`sparing`), and of all (`any`)",
         markdown(headline_table(results)),
         "What training did to the directions chosen by effect, and what those that they started from do in their place",
         markdown(start_table(arguments.preset, results, arguments.out)),
         markdown(seed_table(results)),
-        "Subcomponents unique to a prompt, by the token where they are active",
+        "Subcomponents active (by importance) or writing (by contribution) on one prompt only, by token",
         unique_table(results),
         "Suppressed directions (importance before its cut at 1 and contribution: the largest at any token; "
         "`p`, `ratio`: of the fact, with all up to that round suppressed)",

@@ -1,14 +1,15 @@
 """What an installed Run costs a forward pass, at GPT-2-small shapes. ``python -m benchmarks.overhead``.
 
 Random weights, all 72 matrices of the blocks, C 256. ``decomposed`` with importances given (and without, where the original
-model runs first), ``suppressed`` with four directions of each of six sites, and the time of entering and leaving each.
+model runs first), ``suppressed`` with four directions of each of six sites and of all, and the time of entering and leaving
+each. ``suppressed`` writes the edited weights, so its floor is a copy of them, which is timed too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import tl_spd as spd
 from benchmarks.common import DEVICE, alternate, markdown, publish
 from benchmarks.step import gpt2_host
 from tl_spd.run import new_run
-from tl_spd.sites import find_sites
+from tl_spd.sites import HookedTransformer, Site, find_sites, parameter
 
 
 @dataclass
@@ -48,6 +49,14 @@ def entering_and_leaving(context: Callable[[], AbstractContextManager[Any]], rep
     return 1e3 * sorted(entered)[middle], 1e3 * sorted(left)[middle]
 
 
+@contextmanager
+def copying(model: HookedTransformer, sites: Sequence[Site]) -> Iterator[None]:
+    """A copy of the sites' weights is held inside."""
+    copies = [parameter(model, site).clone() for site in sites]
+    yield
+    del copies
+
+
 @torch.no_grad()
 def main(arguments: Arguments) -> None:
     """Time the contexts against the plain host and publish the table."""
@@ -57,11 +66,14 @@ def main(arguments: Arguments) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 50257, (arguments.batch, arguments.length), generator=generator).to(DEVICE)
     importances = run.importances(model, tokens)
-    chosen = {site.name: [0, 1, 2, 3] for site in sites[:6]}
+    six, every = ({site.name: [0, 1, 2, 3] for site in some} for some in (sites[:6], sites))
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "decomposed, importances given": lambda: spd.decomposed(model, run, importances=importances),
         "decomposed": lambda: spd.decomposed(model, run),
-        "suppressed": lambda: spd.suppressed(model, run, chosen),
+        "suppressed, six sites": lambda: spd.suppressed(model, run, six),
+        "suppressed, all sites": lambda: spd.suppressed(model, run, every),
+        "floor: the six sites' weights copied": lambda: copying(model, sites[:6]),
+        "floor: all weights copied": lambda: copying(model, sites),
     }
 
     def inside(context: Callable[[], AbstractContextManager[Any]]) -> float:

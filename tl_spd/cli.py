@@ -75,7 +75,7 @@ class Facts:
     out: Path
     """Folder for the results."""
     preset: Literal["quick", "cpu", "gpt2"] = "quick"
-    """quick: 15 minutes on two cores; cpu: under an hour; gpt2: the paper's settings, for a large GPU."""
+    """quick: 20 minutes on two cores; cpu: under an hour; gpt2: the paper's settings, for a large GPU."""
     seed: int = 0
     host: str | None = None
     """Another host than the preset's: whatever decompose --host takes."""

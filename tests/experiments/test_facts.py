@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tl_spd.analysis.suppression import select_by_effect
 from tl_spd.experiments import facts as experiment
 from tl_spd.experiments.facts import TABLES, FactsResult, FactsSettings, run_facts
 from tl_spd.experiments.facts_data import PAIR, SHIPPED, Fact, FactSet
-from tl_spd.experiments.facts_steps import check_facts, choose, spared_facts, summarize, tokenize
+from tl_spd.experiments.facts_steps import check_facts, spared_facts, summarize
 from tl_spd.sites import HookedTransformer, weight
 from tl_spd.suppress import subcomponent_directions
 
@@ -35,7 +36,8 @@ SETTINGS: dict[str, Any] = {
     "spared": 0,
     "warmup": spd.FaithfulnessWarmup(steps=5),
     "k": 2,
-    "candidates": 6,
+    "candidates": 4,
+    "min_contribution": 0.2,
     "threshold": 0.48,
     "control_draws": 2,
     "trace_draws": 3,
@@ -223,7 +225,7 @@ def test_unique_and_active_subcomponents_are_counted_from_importances(case: tupl
         for p in range(tokens[i].shape[1])
         if g[i][site][0, p, c] > settings.threshold and not (g[1 - i][site][0, :, c] > settings.threshold).any()
     }
-    found = result.unique
+    found = result.unique[result.unique.by == "importance"]
     rows = zip(found.prompt, found.position, found.site, found.subcomponent, found.value.round(4), strict=True)
     assert set(rows) == expected
     assert len(found) == len(expected) > 2
@@ -237,52 +239,55 @@ def test_unique_and_active_subcomponents_are_counted_from_importances(case: tupl
     assert result.counts()["active_share"]["0.1"] == result.counts()["active"]["0.1"] / (5 * len(result.run.components))
 
 
+def only_here(
+    model: HookedTransformer, settings: FactsSettings, result: FactsResult, here: int
+) -> dict[str, dict[tuple[str, int], float]]:
+    """Each prompt run alone: what is active, and what writes, on one prompt and not on the other, with its largest value."""
+    both = [model.to_tokens(fact.prompt) for fact in settings.facts.pair]
+    g = [result.run.importances(model, tokens) for tokens in both]
+    shares = [contributions(model, result.run, tokens) for tokens in both]
+    found: dict[str, dict[tuple[str, int], float]] = {"importance": {}, "contribution": {}}
+    for site, parts in result.run.components.items():
+        for c in range(parts.C):
+            most = [float(one[site][..., c].max()) for one in g]
+            if most[here] > settings.threshold >= most[1 - here]:
+                found["importance"][site, c] = float(g[here].pre[site][..., c].max())
+            most = [float(one[site][..., c].max()) for one in shares]
+            if most[here] > settings.min_contribution >= most[1 - here]:
+                found["contribution"][site, c] = most[here]
+    return found
+
+
 def test_choices_equal_those_made_one_candidate_at_a_time(case: tuple) -> None:
     model, settings, result, _ = case
     fact = settings.facts.pair[0]
-    mine = result.unique[result.unique.prompt == fact.prompt]
-    candidates = list(dict.fromkeys(zip(mine.site, mine.subcomponent, strict=True)))
-    pre = result.run.importances(model, model.to_tokens(fact.prompt)).pre
-    by_importance = sorted(candidates, key=lambda pick: -float(pre[pick[0]][0, :, pick[1]].max()))
     rows = result.selections[result.selections.target == fact.prompt]
-    first = rows[rows.choice == "importance"]
-    assert list(zip(first.site, first["index"], strict=True)) == by_importance[: settings.k]
-    assert first.importance.iloc[0] == pytest.approx(float(pre[by_importance[0][0]][0, :, by_importance[0][1]].max()))
+    unique = only_here(model, settings, result, 0)
+    orders = {by: sorted(values, key=lambda one: -values[one]) for by, values in unique.items()}
+    assert set(orders["importance"]) != set(orders["contribution"])
+    for by, order in orders.items():
+        mine = rows[rows.choice == by]
+        assert list(zip(mine.site, mine["index"], strict=True)) == order[: settings.k]
+        assert mine[by].tolist() == pytest.approx([unique[by][one] for one in order[: settings.k]], rel=1e-4)
+    candidates = orders["contribution"][: settings.candidates]
+    assert len(candidates) < len(orders["contribution"])  # some are not tried
     left = {pick: p_of(swapped(model, result.run, {pick[0]: [pick[1]]}), fact) for pick in candidates}
     greedy = rows[rows.choice == "effect"].iloc[0]
     assert (greedy.site, greedy["index"]) == min(left, key=left.__getitem__)
     assert greedy.tried == len(candidates)
     assert greedy.ratio == pytest.approx(min(left.values()) / p_of(model, fact), rel=1e-4)
+    assert greedy.contribution == pytest.approx(unique["contribution"][greedy.site, greedy["index"]], rel=1e-4)
 
 
-def test_candidates_are_those_that_contribute_most(case: tuple) -> None:
+def test_what_writes_is_counted_from_contributions(case: tuple) -> None:
     model, settings, result, _ = case
-    fact = settings.facts.pair[0]
-    mine = result.unique[result.unique.prompt == fact.prompt]
-    tokens = model.to_tokens(fact.prompt)
-    shares = contributions(model, result.run, tokens)
-    for row in mine.itertuples():
-        assert row.contribution == pytest.approx(float(shares[row.site][0, row.position, row.subcomponent]), rel=1e-4)
-    largest = {
-        (row.site, row.subcomponent): float(shares[row.site][0, :, row.subcomponent].max()) for row in mine.itertuples()
-    }
-    order = sorted(largest, key=largest.__getitem__, reverse=True)
-    rows = result.selections[result.selections.target == fact.prompt]
-    by_share = rows[rows.choice == "contribution"]
-    assert list(zip(by_share.site, by_share["index"], strict=True)) == order[: settings.k]
-    for row in rows.to_dict("records"):
-        assert row["contribution"] == pytest.approx(largest[row["site"], row["index"]], rel=1e-4)
-    pre = result.run.importances(model, tokens).pre
-    known = result.known.iloc[:0]
-    few = choose(model, result.run, fact, pre, shares, mine, 1, 1, known)  # one candidate: not the most important one
-    assert few.candidates == {order[0][0]: [order[0][1]]}
-    assert few.by["contribution"] == few.candidates != few.by["importance"]
-    pair = tokenize(model, [one.prompt for one in settings.facts.pair])
-    both = contributions(model, result.run, *pair)
-    everywhere = sum(int((share.amax((0, 1)) >= 0.01).sum()) for share in both.values())
-    assert result.counts()["contributing 0.01"] == everywhere
-    heard = sum(value >= 0.01 for value in largest.values())
-    assert result.counts()["unique_to, contributing 0.01"][fact.prompt] == heard
+    for here, fact in enumerate(settings.facts.pair):
+        unique = only_here(model, settings, result, here)
+        assert result.counts()["active_only_on"][fact.prompt] == len(unique["importance"])
+        assert result.counts()["writing_only_on"][fact.prompt] == len(unique["contribution"]) > 0
+    shares = [contributions(model, result.run, model.to_tokens(fact.prompt)) for fact in settings.facts.pair]
+    most = [torch.stack([one[site].amax((0, 1)) for one in shares]).amax(0) for site in result.run.components]
+    assert result.counts()["writing"] == sum(int((one > settings.min_contribution).sum()) for one in most)
 
 
 def test_effects_equal_those_of_hosts_with_other_weights(case: tuple) -> None:
@@ -304,17 +309,20 @@ def test_effects_equal_those_of_hosts_with_other_weights(case: tuple) -> None:
 
 
 def test_controls_of_a_choice_by_effect_are_the_best_of_as_many(case: tuple) -> None:
-    model, settings, result, _ = case
-    first, second = settings.facts.pair
-    chosen = result.selections[(result.selections.target == first.prompt) & (result.selections.choice == "effect")]
-    assert len(chosen) == 1  # so that the best of all single candidates is what every control may be
+    model, settings, _, _ = case
+    first = settings.facts.pair[0]
+    result = run_facts(
+        replace(settings, k=1), progress=False, model=model
+    )  # so that the best single one is all that counts
     rows = result.effects[(result.effects.target == first.prompt) & (result.effects.choice == "effect")]
     ratios = rows[(rows.group == "fact") & (rows.draw == 0)].set_index("control").ratio
-    pool = result.unique[result.unique.prompt == second.prompt].drop_duplicates(["site", "subcomponent"])
-    others = [swapped(model, result.run, {site: [c]}) for site, c in zip(pool.site, pool.subcomponent, strict=True)]
-    mine = result.unique[result.unique.prompt == first.prompt].drop_duplicates(["site", "subcomponent"])
+    tried = []
+    for here in (0, 1):
+        shares = only_here(model, settings, result, here)["contribution"]
+        tried.append(sorted(shares, key=lambda one: -shares[one])[: settings.candidates])
+    others = [swapped(model, result.run, {site: [c]}) for site, c in tried[1]]
     singular = []
-    for site, count in mine.groupby("site").size().items():
+    for site, count in Counter(site for site, _ in tried[0]).items():
         U, _, Vh = torch.linalg.svd(weight(model, result.run.components[site].site).detach())
         singular += [without(model, result.run, {site: (U.T[[i]], Vh[[i]])}) for i in range(count)]
     for control, hosts in (("best other prompt", others), ("best singular", singular)):
@@ -341,8 +349,10 @@ def test_spared_facts_are_asked_for_in_the_choice_and_counted_apart(case: tuple)
     groups = result.effects.drop_duplicates("prompt").set_index("prompt").group
     assert groups[groups == "spared"].index.tolist() == spared.prompt.tolist()
     assert groups.tolist().count("facts") == 3
-    pool = result.unique[result.unique.prompt == first.prompt]
-    indices = {site: sorted(set(rows.subcomponent)) for site, rows in pool.groupby("site", sort=False)}
+    shares = only_here(model, settings, result, 0)["contribution"]
+    indices: dict[str, list[int]] = {}
+    for site, index in sorted(shares, key=lambda one: -shares[one])[: settings.candidates]:
+        indices.setdefault(site, []).append(index)
     spare = dict(spare=spared.prompt.tolist(), spare_answers=spared.answer.tolist())
     directions = subcomponent_directions(result.run, indices)
     wanted = select_by_effect(model, directions, first.prompt, first.answer, settings.k, **spare)
@@ -416,13 +426,15 @@ def test_everything_is_in_the_folder_and_can_be_read_again(case: tuple) -> None:
 
 def test_a_run_without_unique_subcomponents_says_so(case: tuple, tmp_path: Path) -> None:
     model, settings, _, _ = case
-    result = run_facts(replace(settings, threshold=1.0, steps=1), tmp_path, progress=False, model=model)
+    result = run_facts(
+        replace(settings, threshold=1.0, min_contribution=1.0, steps=1), tmp_path, progress=False, model=model
+    )
     assert result.unique.empty
     assert result.selections.empty
     assert result.effects.empty
     assert result.summary.empty
-    assert result.counts()["unique_to"] == {"w1 w2 w3": 0, "w4 w5 w6 w3": 0}
-    assert "0 in all" in (tmp_path / "tables.md").read_text()
+    assert result.counts()["active_only_on"] == result.counts()["writing_only_on"] == {"w1 w2 w3": 0, "w4 w5 w6 w3": 0}
+    assert (tmp_path / "tables.md").exists()
 
 
 def test_the_command_takes_other_hosts_facts_and_sites(

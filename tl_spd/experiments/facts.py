@@ -4,14 +4,15 @@
    answer is one token and the host's most probable one. Of the other facts those that are not known are dropped and counted.
 2. Sites of early layers are decomposed on the pair's prompts (without the answers), scored at all positions, with Vector
    importances and the paper's losses, the partial ones among them.
-3. Subcomponents unique to each prompt are listed by token. At most ``k`` of them are suppressed: those of largest importance
-   before its cut at 1, those of largest contribution, and those that a greedy choice by effect on the fact takes from the
+3. Subcomponents unique to each prompt are listed by token: those active there only (importance), and those that write there
+   only (contribution; an importance may stay high where nothing is read). At most ``k`` are suppressed: the most
+   important ones, the most contributing ones, and those that a greedy choice by effect on the fact takes from the
    ``candidates`` of largest contribution while ``spared`` facts are to stay as they are. Those are left out of the fact set.
 4. Effects on the fact, the other fact, the reversed questions and the fact set, beside controls of the same size (random,
    singular and the other prompt's directions), and where the choice was by effect, controls chosen with the same effort.
 5. Causal traces of both prompts, a zero-out sweep, the evaluation of the Run.
 
-Presets: ``quick`` (layers 0-2, about 15 minutes on two cores), ``cpu`` (layers 0-5, under 60), ``gpt2`` (the paper's settings:
+Presets: ``quick`` (layers 0-2, about 20 minutes on two cores), ``cpu`` (layers 0-5, under 60), ``gpt2`` (the paper's settings:
 every block of GPT-2 small, for a GPU with 80 GB). Source: the paper's experiment on facts. Where this departs from it: the
 presets for two cores have fewer layers and steps and a small d_gate, start with one subcomponent for each input that the
 pair brings, and move components more slowly than importances, since real weights bear only small steps; controls, equal
@@ -41,7 +42,7 @@ from tl_spd.components import Init
 from tl_spd.experiments.facts_data import IN_PAPERS_WORDS, SHIPPED, FactSet
 from tl_spd.experiments.facts_steps import check_facts, choose, measure_suppression, spared_facts, summarize, tokenize
 from tl_spd.hosts import load_host
-from tl_spd.importance import ImportanceSpec, Vector
+from tl_spd.importance import Importances, ImportanceSpec, Vector
 from tl_spd.losses import LossTerm, paper_losses
 from tl_spd.run import Run
 from tl_spd.settings import FaithfulnessWarmup, Optimizer, Schedule
@@ -49,9 +50,6 @@ from tl_spd.sites import HookedTransformer, token_texts
 from tl_spd.train import decompose
 
 TABLES = ("known", "active", "unique", "selections", "effects", "summary", "trace", "zero_out", "metrics")
-HEARD = 0.01
-"""Contribution from which a subcomponent counts as one that does something."""
-
 SHORT = ("active", "selections", "summary", "metrics")
 """The tables that ``summary.json`` holds too."""
 
@@ -67,9 +65,11 @@ class FactsSettings:
         facts: the pair, its reversed questions and the fact set.
         device: where the host goes (None: a GPU if there is one).
         k: how many directions are suppressed at most.
-        candidates: how many of the subcomponents unique to a prompt are tried, those of largest contribution.
+        candidates: how many of the subcomponents that write on one prompt only are tried, those of largest contribution.
         spared: how many known facts the choice by effect is to leave alone.
         threshold: importance above which a subcomponent is active.
+        min_contribution: share of a site's output above which a subcomponent writes there (see
+            :func:`~tl_spd.analysis.contribution.contributions`).
         control_draws: draws of random controls.
         trace_draws: noise draws of the causal traces.
     """
@@ -90,12 +90,14 @@ class FactsSettings:
     candidates: int = 64
     spared: int = 8
     threshold: float = 0.0
+    min_contribution: float = 0.01
     control_draws: int = 5
     trace_draws: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_shares("threshold", [self.threshold])
+        check_shares("min_contribution", [self.min_contribution])
         if min(self.k, self.candidates, self.control_draws, self.trace_draws) < 1 or self.spared < 0:
             raise ValueError(
                 f"k, candidates, control_draws and trace_draws must be at least 1 and spared at least 0, found {self.k}, "
@@ -147,13 +149,13 @@ class FactsResult:
     Attributes:
         run: the decomposition.
         known: every fact: ``part`` (pair, reversed or facts), ``relation, prompt, answer, one_token, p, rank, known``.
-        active: ``site, threshold, min_fraction, unique, C, contributing``; ``unique`` counts subcomponents active anywhere on
-            the pair, ``contributing`` those whose contribution reaches 0.01 there.
-        unique: ``prompt, position, token, site, subcomponent, value, contribution``: what is active on one prompt only, and
-            where; see :func:`~tl_spd.analysis.contribution.contributions`.
+        active: ``site, threshold, min_fraction, unique, C, writing``; ``unique`` counts subcomponents active anywhere on the
+            pair, ``writing`` those that write there.
+        unique: ``by, prompt, position, token, site, subcomponent, value``: what is active (``by`` importance) or writes (``by``
+            contribution) on one prompt only, where, and how much.
         selections: ``target, choice`` (importance, contribution or effect), ``round, site, index, position, token`` (where it
-            is most important), ``importance`` (before the cut at 1) and ``contribution``, the largest at any token, and
-            for the choice by effect ``p, ratio, change, tried``.
+            is most important, or contributes most), ``importance`` (before the cut at 1) and ``contribution``, the
+            largest on this prompt, and for the choice by effect ``p, ratio, change, tried``.
         effects: ``target, choice, group`` and the columns of :func:`~tl_spd.analysis.suppression.control_table`.
         summary: see :func:`~tl_spd.experiments.facts_steps.summarize`.
         trace: ``prompt`` and the columns of :func:`~tl_spd.analysis.tracing.causal_trace`.
@@ -177,10 +179,9 @@ class FactsResult:
     def counts(self) -> dict[str, Any]:
         """How many facts are known and dropped, and how many subcomponents there are, active, and unique to each prompt."""
         facts = self.known[self.known.part == "facts"]
-        one = self.unique.groupby(["prompt", "site", "subcomponent"], sort=False).contribution.max().reset_index()
-        heard = one[one.contribution >= HEARD]
+        one = self.unique.drop_duplicates(["by", "prompt", "site", "subcomponent"]).groupby(["by", "prompt"]).size()
         pair = self.known[self.known.part == "pair"].prompt
-        everywhere = self.active.groupby("threshold")[["unique", "C", "contributing"]].sum()
+        everywhere = self.active.groupby("threshold")[["unique", "C", "writing"]].sum()
         return {
             "facts": len(facts),
             "known": int(facts.known.sum()),
@@ -189,9 +190,9 @@ class FactsResult:
             "subcomponents": int(everywhere.C.iloc[0]),
             "active": {f"{threshold:g}": int(n) for threshold, n in everywhere["unique"].items()},
             "active_share": {f"{t:g}": n / c for t, n, c in everywhere[["unique", "C"]].itertuples()},
-            f"contributing {HEARD:g}": int(everywhere.contributing.iloc[0]),
-            "unique_to": {prompt: int((one.prompt == prompt).sum()) for prompt in pair},
-            f"unique_to, contributing {HEARD:g}": {prompt: int((heard.prompt == prompt).sum()) for prompt in pair},
+            "writing": int(everywhere.writing.iloc[0]),
+            "active_only_on": {prompt: int(one.get(("importance", prompt), 0)) for prompt in pair},
+            "writing_only_on": {prompt: int(one.get(("contribution", prompt), 0)) for prompt in pair},
         }
 
     def effects_table(self) -> pd.DataFrame:
@@ -221,14 +222,15 @@ class FactsResult:
 
     def tables(self) -> str:
         """The tables as text."""
-        one = self.unique.drop_duplicates(["prompt", "site", "subcomponent"])
-        by_token = self.unique.groupby(["prompt", "position", "token", "site"], sort=False).size().unstack(fill_value=0)
+        by_token = (
+            self.unique.groupby(["by", "prompt", "position", "token", "site"], sort=False).size().unstack(fill_value=0)
+        )
         joint = self.metrics[self.metrics.site == "all"].set_index("metric").value
         best = self.trace.sort_values("effect", ascending=False).groupby(["prompt", "kind"], sort=False).head(3)
         swept = self.zero_out.pivot_table(index=["kind", "layer"], columns="prompt", values="p_after", sort=False)
         parts = [
             "Counts: " + ", ".join(f"{name} {value}" for name, value in self.counts().items()),
-            f"Subcomponents unique to one prompt, {len(one)} in all, by the tokens where they are active",
+            "Subcomponents active (by importance) or writing (by contribution) on one prompt only, by token",
             by_token.T.to_string(),
             "Suppressed directions",
             _shown(self.selections.set_index(["target", "choice", "round"])),
@@ -293,23 +295,25 @@ def run_facts(
     run = _decompose(model, settings, tokens, mask, progress=progress, out=kept, resume=resume)
     clock("decomposition")
     importances, shares = run.importances(model, tokens, mask), contributions(model, run, tokens, mask)
-    unique = unique_to_prompts(importances, tokens, importances.real, settings.threshold)
-    unique = _named(model, settings, unique.assign(contribution=_at(unique, shares)))
+    unique = _unique(model, settings, tokens, importances, shares)
     spare = spared_facts(known, settings.spared)
     choices = []
     for row, fact in enumerate(settings.facts.pair):
         real = slice(row, row + 1), slice(int(mask[row].sum()))
-        own, share = ({name: value[real] for name, value in both.items()} for both in (importances.pre, shares))
+        values = {
+            by: {site: g[real] for site, g in numbers.items()}
+            for by, numbers in (("importance", importances.pre), ("contribution", shares))
+        }
         mine = unique[unique.prompt == fact.prompt]
-        choices.append(choose(model, run, fact, own, share, mine, settings.k, settings.candidates, spare))
+        choices.append(choose(model, run, fact, values, mine, settings.k, settings.candidates, spare))
     clock("selection")
     effects = measure_suppression(model, run, choices, known, spare, settings.control_draws, settings.seed)
     clock("effects")
     trace, swept = _trace(model, settings), _zero_out(model, settings)
     clock("tracing")
     active = unique_subcomponents(importances, importances.real, min_fraction=0.0)
-    heard = {site: int((share.flatten(0, 1).amax(0) >= HEARD).sum()) for site, share in shares.items()}
-    active["contributing"] = active.site.map(heard)
+    writing = {s: int((share.amax((0, 1)) > settings.min_contribution).sum()) for s, share in shares.items()}
+    active["writing"] = active.site.map(writing)
     metrics = evaluate(model, run, tokens, mask)
     clock("evaluation")
     rows = [row for choice in choices for row in choice.table.to_dict("records")]  # pandas 2 warns of empty columns
@@ -345,13 +349,19 @@ def _decompose(model: HookedTransformer, settings: FactsSettings, tokens: Tensor
     )
 
 
-def _at(places: pd.DataFrame, values: Mapping[str, Tensor]) -> list[float]:
-    """The values ``[batch, pos, C]`` of each site at the places of ``unique``."""
-    return [float(values[row.site][row.prompt, row.position, row.subcomponent]) for row in places.itertuples()]
-
-
-def _named(model: HookedTransformer, settings: FactsSettings, unique: pd.DataFrame) -> pd.DataFrame:
-    """``unique`` with prompts and tokens as texts in the place of numbers."""
+def _unique(
+    model: HookedTransformer,
+    settings: FactsSettings,
+    tokens: Tensor,
+    importances: Importances,
+    shares: Mapping[str, Tensor],
+) -> pd.DataFrame:
+    """The table ``FactsResult.unique``, with prompts and tokens as texts."""
+    by = {
+        "importance": unique_to_prompts(importances, tokens, importances.real, settings.threshold),
+        "contribution": unique_to_prompts(shares, tokens, importances.real, settings.min_contribution),
+    }
+    unique = pd.concat(by, names=["by", "row"]).reset_index("by").reset_index(drop=True)
     prompts = {row: fact.prompt for row, fact in enumerate(settings.facts.pair)}
     texts = token_texts(model, torch.tensor(unique.token.tolist(), dtype=torch.long))
     return unique.assign(prompt=unique.prompt.map(prompts), token=texts)

@@ -1,10 +1,10 @@
 """The steps of the facts experiment: which facts a host knows, what to suppress for each, and what that does, beside controls.
 
 1. A fact is known where its answer is one token and no token is more probable behind the prompt.
-2. For each fact of the pair, at most k of the subcomponents unique to its prompt are suppressed: those of largest importance
-   before its cut at 1, those of largest contribution, and those that a greedy choice by effect on the fact takes from the
-   candidates, which are a larger number of largest contribution. The greedy choice also has to leave some of the known
-   facts alone; those are spared ones and counted apart.
+2. For each fact of the pair, at most k subcomponents are suppressed: of those that are active on its prompt only, the ones of
+   largest importance before its cut at 1; of those that write on its prompt only, the ones of largest contribution; and
+   those that a greedy choice by effect on the fact takes from the candidates, which are more of largest contribution. The
+   greedy choice also has to leave some of the known facts alone; those are spared ones and counted apart.
 3. Effects and controls come from :mod:`tl_spd.analysis.suppression`; groups of prompts are summarised by mean ratios.
 
 Source: the paper's experiment on facts; controls and equal effort are this library's. Approximations: none.
@@ -104,7 +104,7 @@ class Choices:
     """What may be suppressed for one fact of the pair: site name -> indices, and how they were chosen.
 
     Attributes:
-        candidates: the subcomponents unique to its prompt that were tried.
+        candidates: the subcomponents that were tried by effect.
         by: "importance", "contribution" and "effect" -> the chosen ones; a choice that found nothing is left out.
         table: the rows of ``FactsResult.selections``.
     """
@@ -118,8 +118,7 @@ def choose(
     model: HookedTransformer,
     run: Run,
     fact: Fact,
-    importances: Mapping[str, Float[Tensor, "batch pos C"]],
-    shares: Mapping[str, Float[Tensor, "batch pos C"]],
+    values: Mapping[str, Mapping[str, Float[Tensor, "1 pos C"]]],
     unique: pd.DataFrame,
     k: int,
     candidates: int,
@@ -128,18 +127,19 @@ def choose(
     """At most ``k`` subcomponents unique to the prompt of ``fact``: by importance, by contribution, and greedily by effect.
 
     Args:
-        importances: ``[batch, pos, C]`` per site before the cut at 1.
-        shares: ``[batch, pos, C]`` per site, what :func:`~tl_spd.analysis.contribution.contributions` returned.
+        values: "importance" (before the cut at 1) and "contribution" -> ``[1, pos, C]`` per site, on this prompt.
         unique: the rows of ``FactsResult.unique`` that are this prompt's.
-        candidates: how many are tried by effect: those of largest contribution.
+        candidates: how many are tried by effect: of those unique by contribution, those of largest contribution.
         spare: rows of ``FactsResult.known``: facts that the choice by effect is to leave alone.
     """
-    indices = {site: sorted(set(rows.subcomponent)) for site, rows in unique.groupby("site", sort=False)}
-    everyone = max(1, sum(len(own) for own in indices.values()))
-    by_importance = select_by_importance(importances, everyone, indices)
-    by_share = select_by_importance(shares, everyone, indices).rename(columns={"importance": "contribution"})
-    pool = chosen(by_share.head(candidates))
-    found = {"importance": by_importance.head(k), "contribution": by_share.head(k)}
+    found, places = {}, {}
+    for by, numbers in values.items():
+        rows = unique[unique.by == by].sort_values("value", ascending=False, kind="stable")
+        rows = rows.drop_duplicates(["site", "subcomponent"]).rename(columns={"subcomponent": "index"})
+        places[by] = rows[["site", "index", "position", "token"]]
+        indices = {site: own["index"].tolist() for site, own in rows.groupby("site", sort=False)}
+        found[by] = select_by_importance(numbers, max(k, candidates), indices)
+    pool = chosen(found["contribution"].head(candidates))
     if pool:
         greedy = select_by_effect(
             model,
@@ -151,17 +151,17 @@ def choose(
             spare_answers=spare.answer.tolist(),
         )
         greedy["index"] = [pool[row.site][row["index"]] for _, row in greedy.iterrows()]
-        found["effect"] = greedy
-    strongest = unique.sort_values("value", ascending=False, kind="stable").drop_duplicates(["site", "subcomponent"])
-    about = strongest.rename(columns={"subcomponent": "index"})[["site", "index", "position", "token"]]
-    for column, order in (("importance", by_importance), ("contribution", by_share)):
-        about = about.merge(order[["site", "index", column]], on=["site", "index"])
+        found["effect"], places["effect"] = greedy, places["contribution"]
     tables = []
     for choice, table in found.items():
-        rows = table.drop(columns=["importance", "contribution"], errors="ignore").merge(about, on=["site", "index"])
-        tables.append(rows.assign(choice=choice, target=fact.prompt))
-    table = pd.concat(tables, ignore_index=True)
-    return Choices(pool, {c: chosen(t) for c, t in found.items() if len(t)}, table.reindex(columns=SELECTIONS))
+        table = table.head(k).merge(places[choice], on=["site", "index"]).assign(choice=choice, target=fact.prompt)
+        for by, numbers in values.items():
+            table[by] = [
+                float(numbers[site][..., index].max()) for site, index in zip(table.site, table["index"], strict=True)
+            ]
+        tables.append(table.reindex(columns=SELECTIONS))
+    by_choice = {choice: chosen(table) for choice, table in zip(found, tables, strict=True) if len(table)}
+    return Choices(pool, by_choice, pd.concat(tables, ignore_index=True))
 
 
 def spared_facts(known: pd.DataFrame, count: int) -> pd.DataFrame:
