@@ -116,10 +116,10 @@ class FactsSettings:
             "quick": cls(("blocks.[0-2].mlp.W_*",), steps=150, control_draws=2, trace_draws=4),
             "cpu": cls(
                 _layers("[0-5]"),
-                steps=100,
+                steps=300,
                 C=small,
                 optimizer=Optimizer(lr=5e-3, component_lr=2e-5),
-                control_draws=3,
+                control_draws=2,
             ),
             "gpt2": cls(
                 _layers("*"),
