@@ -142,7 +142,7 @@ class InductionResult:
         for name in ("active", "unique", "metrics"):
             getattr(self, name).to_csv(out / f"{name}.csv", index=False)
         (out / "summary.json").write_text(json.dumps(self.summary(), indent=1))
-        (out / "tables.md").write_text(self.tables())
+        (out / "tables.md").write_text(self.tables(), encoding="utf-8")
 
     def tables(self) -> str:
         """The three tables as text."""
@@ -216,7 +216,8 @@ def _trained(settings: InductionSettings, out: Path | None, progress: bool) -> T
         if kept["settings"] == wanted:
             model = build_target(settings.task, seed=0)
             load_weights(model, out / "target.safetensors")
-            return TargetResult(model, pd.read_csv(out / "target_history.csv"), **kept["found"])
+            texts = pd.read_csv(out / "target_history.csv", dtype=str)  # numbers read by pandas 2 miss the last bit
+            return TargetResult(model, texts.astype(float).astype({"step": int}), **kept["found"])
     target = train_target(settings.task, settings.target, progress)
     if out is not None and note is not None:
         out.mkdir(parents=True, exist_ok=True)
