@@ -218,7 +218,7 @@ class FactsResult:
         for name in TABLES:
             getattr(self, name).to_csv(out / f"{name}.csv", index=False)
         (out / "summary.json").write_text(json.dumps(self.numbers(), indent=1))
-        (out / "tables.md").write_text(self.tables())
+        (out / "tables.md").write_text(self.tables(), encoding="utf-8")
 
     def tables(self) -> str:
         """The tables as text."""
