@@ -124,6 +124,7 @@ class Decompose:
     component_lr: float = 1e-4
     """Learning rate of read and write directions; larger ones lose an exact initialisation within a few steps."""
     init: Literal["inputs", "svd", "kaiming"] = "svd"
+    """Where components start; for a few prompts take inputs: one component for each input that they bring."""
     checkpoint_every: int | None = None
     resume: bool = False
     seed: int = 0
@@ -166,7 +167,10 @@ class Decompose:
 
 @dataclass
 class Evaluate:
-    """Measure a saved Run: an induction folder's on held-out sequences of its task, another one's on prompts."""
+    """Measure a saved Run: an induction folder's on held-out sequences of its task, another one's on prompts.
+
+    The table is kept as evaluation.csv beside the Run, in the place of an earlier one, and a report shows it.
+    """
 
     run_dir: tyro.conf.Positional[Path]
     """What --out named when the Run was made."""

@@ -109,11 +109,14 @@ class Settings:
 
     Attributes:
         sites: glob patterns over the host's weight names.
-        C: subcomponents per site, or a dict from patterns to numbers.
+        C: subcomponents per site, or a dict from patterns to numbers; below a matrix's smaller side they cannot sum to it.
         importance: which importance function every site gets.
         losses: the terms with their coefficients.
         steps: optimiser steps.
         batch_size: rows drawn per step where the data is one token tensor (None, or more than there are: all of it).
+        init: where components start: "inputs" (one for each input the data brings), "svd" or "kaiming" (random).
+        optimizer, schedule, warmup: how parameters move, and what is trained before; see their classes.
+        seed: of the start, the draws of rows and the masks.
         last_token_only: score only the last real position instead of all real positions.
         max_rows: most sequences stacked in one pass of the host (None: no bound; on a CPU what its cache holds).
         log_every: steps between rows of the history.

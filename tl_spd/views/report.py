@@ -102,7 +102,7 @@ def locate(folder: str | Path) -> tuple[Path, Path]:
         return folder / "run", folder
     if not holds_record(folder):
         found = f"neither {RECORD} nor run/{RECORD} in it" if folder.is_dir() else "no such folder"
-        raise StorageError(f"Asked for a report on {folder}. Found: {found}. Give the folder that --out named.")
+        raise StorageError(f"Asked for the Run in {folder}. Found: {found}. Give the folder that --out named.")
     parent = folder.resolve().parent
     return folder, parent if folder.resolve().name == "run" and (parent / "settings.json").is_file() else folder
 
