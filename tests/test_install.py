@@ -31,6 +31,7 @@ from tests.tiny import (
     STYLES,
     exact_run,
     host_parameters,
+    host_state,
     tiny_host,
     tiny_padding,
     tiny_run,
@@ -1092,8 +1093,8 @@ def test_a_host_is_left_as_it_was(ending: Callable[[HookedTransformer, Any], Non
     user_hooks(model)
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 != 0)
-    run = tiny_run(model, "blocks.*")
-    with unchanged(model), contextlib.ExitStack() as around:
+    run, before = tiny_run(model, "blocks.*"), host_state(model)
+    with contextlib.ExitStack() as around:
         if kind == "nested":
             around.enter_context(spd.decomposed(model, tiny_run(model, "blocks.1.*", seed=3)))
             around.enter_context(spd.suppressed(model, run, {"blocks.1.attn.W_O": [0]}))
@@ -1102,6 +1103,7 @@ def test_a_host_is_left_as_it_was(ending: Callable[[HookedTransformer, Any], Non
         else:
             context = spd.decomposed(model, run)
         ending(model, context)
+    assert host_state(model) == before
 
 
 def test_nothing_keeps_run_and_twin_alive(monkeypatch: pytest.MonkeyPatch) -> None:
