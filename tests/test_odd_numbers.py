@@ -120,6 +120,15 @@ def test_a_batch_that_is_none_is_refused(function: str, batch: str) -> None:
         TAKE_TOKENS[function](*case()[:2], tokens)
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.usefixtures("outside")
+def test_data_of_padding_alone_is_refused(as_list: bool) -> None:
+    """``init="inputs"`` would run the host at once."""
+    padded = TOKENS, torch.zeros_like(TOKENS)
+    with pytest.raises(ValueError, match=r"No position of this batch \(3, 5\) is scored: it is empty or all padding"):
+        tiny_decompose(case()[0], [(TOKENS, ROW), padded] if as_list else padded, init="inputs")
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("function", TAKE_PROMPTS)
 @pytest.mark.usefixtures("outside")

@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_spd.sites import HookedTransformer, d_vocab, host_device, n_ctx
+from tl_spd.wiring import padding_mask
 
 
 def check_batch(batch: Any, model: HookedTransformer) -> tuple[Int[Tensor, "batch pos"], Tensor | None]:
@@ -41,6 +42,20 @@ def check_batch(batch: Any, model: HookedTransformer) -> tuple[Int[Tensor, "batc
         raise ValueError(f"Tokens must be 0 to {d_vocab(model) - 1}, found {low} to {high}.")
     device = host_device(model)
     return tokens.to(device, torch.long), None if mask is None else _check_mask(mask, tokens).to(device, torch.long)
+
+
+def check_scored(tokens: Int[Tensor, "batch pos"], scored: Tensor) -> None:
+    """ValueError where ``scored``, the positions of ``tokens`` that are scored, names none."""
+    if not len(scored):
+        raise ValueError(f"No position of this batch {tuple(tokens.shape)} is scored: it is empty or all padding.")
+
+
+def _check_known(batch: Any, model: HookedTransformer) -> None:
+    """:func:`check_batch`, and that the batch is not all padding: of what is known before training."""
+    tokens, mask = check_batch(batch, model)
+    real = padding_mask(model, tokens, mask)
+    if real is not None:
+        check_scored(tokens, real.nonzero())
 
 
 def _check_mask(mask: Any, tokens: Tensor) -> Tensor:
@@ -76,12 +91,12 @@ class Batches:
         self.data, self.model, self.batch_size = data, model, batch_size
         self.whole = isinstance(data, Tensor) or _is_pair(data)
         if self.whole:
-            check_batch(data, model)
+            _check_known(data, model)
         elif isinstance(data, Sequence):
             if not data:
                 raise ValueError("data is empty; give at least one batch.")
             for batch in data if isinstance(data, list | tuple) else data[:1]:
-                check_batch(batch, model)
+                _check_known(batch, model)
         elif not callable(data) and not isinstance(data, Iterable):
             raise TypeError(
                 "data must be a token tensor, an iterable of batches or a function (step, generator) -> batch, found "

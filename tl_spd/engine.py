@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tl_spd.checks import check_finite, check_seen, check_whole
-from tl_spd.data import check_batch
+from tl_spd.data import check_batch, check_scored
 from tl_spd.hooks import HookSet, removing
 from tl_spd.importance import Importances
 from tl_spd.install import masked_output
@@ -110,8 +110,7 @@ class Engine:
         sync_twin(self.twin, self.model)
         real = padding_mask(self.model, tokens, attention_mask)
         scored = scored_positions(tokens, real, self.last_token_only)
-        if scored.numel() == 0:
-            raise ValueError(f"No position of this batch {tuple(tokens.shape)} is scored: it is empty or all padding.")
+        check_scored(tokens, scored)
         return self.observe_at(tokens, attention_mask, real, scored)
 
     def observe_at(self, tokens: Tensor, attention_mask: Tensor | None, real: Tensor | None, scored: Tensor) -> Batch:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from tl_spd.checks import check_seen, check_shares, check_whole
 from tl_spd.components import Components, init_components
-from tl_spd.data import check_batch
+from tl_spd.data import check_batch, check_scored
 from tl_spd.engine import LOGIT_ELEMENTS, Batch, Engine, scored_positions
 from tl_spd.hooks import HookSet, removing
 from tl_spd.importance import Scalar
@@ -189,8 +189,7 @@ class _Pruned:
         _check(model, sites, max_rows)
         real = padding_mask(model, tokens, attention_mask)
         self.scored = scored_positions(tokens, real, last_token_only)
-        if self.scored.numel() == 0:
-            raise ValueError(f"No position of this batch {tuple(tokens.shape)} is scored: it is empty or all padding.")
+        check_scored(tokens, self.scored)
         self.sites = {site.name: site for site in sites}
         self.terms = {site.name: singular_terms(model, site) for site in sites}
         self.left = {name: terms.C for name, terms in self.terms.items()}
