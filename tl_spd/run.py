@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tl_spd import storage
@@ -109,15 +109,25 @@ class Run:
             ValueError, TypeError: tokens or a mask that do not fit the host (see :func:`~tl_spd.data.check_batch`).
             FloatingPointError: the host is not finite on these tokens; names the first input that is not.
         """
-        tokens, attention_mask = check_batch((tokens, attention_mask), model)
-        twin = make_twin(model)
-        kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
-        seen = observe(twin, self.sites, tokens, **kwargs)
-        check_seen(seen, self.sites)
+        seen, real = self.observed(model, tokens, attention_mask)
         with torch.no_grad():
-            found = self.importances_from(seen, padding_mask(model, tokens, attention_mask))
+            found = self.importances_from(seen, real)
         found.host = weakref.ref(model)
         return found
+
+    def observed(
+        self, model: HookedTransformer, tokens: Int[Tensor, "batch pos"], attention_mask: Tensor | None = None
+    ) -> tuple[Observation, Bool[Tensor, "batch pos"] | None]:
+        """What the original model shows at the sites on ``tokens``, and which are real (None: all).
+
+        Raises:
+            ValueError, TypeError, FloatingPointError: as :meth:`importances`.
+        """
+        tokens, attention_mask = check_batch((tokens, attention_mask), model)
+        kwargs = {} if attention_mask is None else {"attention_mask": attention_mask}
+        seen = observe(make_twin(model), self.sites, tokens, **kwargs)
+        check_seen(seen, self.sites)
+        return seen, padding_mask(model, tokens, attention_mask)
 
     def importances_from(
         self, seen: Observation, real: Tensor | None, sites: Iterable[Site] | None = None

@@ -114,12 +114,12 @@ class Settings:
         losses: the terms with their coefficients.
         steps: optimiser steps.
         batch_size: rows drawn per step where the data is one token tensor (None, or more than there are: all of it).
-        init: where components start: "inputs" (one for each input the data brings), "svd" or "kaiming" (random).
-        optimizer, schedule, warmup: how parameters move, and what is trained before; see their classes.
-        seed: of the start, the draws of rows and the masks.
         last_token_only: score only the last real position instead of all real positions.
+        optimizer, schedule, warmup: how parameters move, and what is trained before; see their classes.
+        init: where components start: "inputs" (one for each input the data brings), "svd" or "kaiming" (random).
         max_rows: most sequences stacked in one pass of the host (None: no bound; on a CPU what its cache holds).
         log_every: steps between rows of the history.
+        seed: of the start, the draws of rows and the masks.
         autocast: let matmuls of the step's forward passes run in bfloat16 (torch's autocast). The Run's parameters, their
             gradients and the optimiser stay in float32. TF32 is what torch is set to (off by default); nothing here sets it.
     """

@@ -418,8 +418,9 @@ def test_everything_is_in_the_folder_and_can_be_read_again(case: tuple) -> None:
 
     saved = json.loads((out / "summary.json").read_text(), parse_constant=refuse)
     assert saved["known"] == 4
+    assert saved["active"] == result.counts()["active"]
     assert saved["seconds"]["decomposition"] > 0
-    assert saved["summary"][0]["ratio"] == pytest.approx(result.summary.ratio.iloc[0], abs=1e-9)
+    assert saved["summary_table"][0]["ratio"] == pytest.approx(result.summary.ratio.iloc[0], abs=1e-9)
     assert json.loads((out / "settings.json").read_text())["facts"]["pair"][0]["prompt"] == "w1 w2 w3"
     assert "Causal trace" in (out / "tables.md").read_text()
 
@@ -434,7 +435,7 @@ def test_a_run_without_unique_subcomponents_says_so(case: tuple, tmp_path: Path)
     assert result.effects.empty
     assert result.summary.empty
     assert result.counts()["active_only_on"] == result.counts()["writing_only_on"] == {"w1 w2 w3": 0, "w4 w5 w6 w3": 0}
-    assert (tmp_path / "tables.md").exists()
+    assert "writing_only_on {'w1 w2 w3': 0, 'w4 w5 w6 w3': 0}" in (tmp_path / "tables.md").read_text()
 
 
 def test_the_command_takes_other_hosts_facts_and_sites(

@@ -14,11 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_spd.checks import check_seen
-from tl_spd.data import check_batch
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, weight
-from tl_spd.wiring import make_twin, observe, padding_mask
 
 
 @torch.no_grad()
@@ -35,16 +32,14 @@ def contributions(
     Raises:
         ValueError, TypeError, FloatingPointError: as :meth:`~tl_spd.run.Run.importances`.
     """
-    tokens, attention_mask = check_batch((tokens, attention_mask), model)
-    twin, kwargs = make_twin(model), {} if attention_mask is None else {"attention_mask": attention_mask}
-    seen = observe(twin, run.sites, tokens, **kwargs)
-    check_seen(seen, run.sites)
-    real = padding_mask(model, tokens, attention_mask)
+    seen, real = run.observed(model, tokens, attention_mask)
     importances, found = run.importances_from(seen, real), {}
     for site in run.sites:
         parts, x = run.components[site.name], seen.inputs[site.name]
         written = importances[site.name] * parts.inner(x).abs() * parts.write.norm(dim=1)
-        whole = (seen.rows[site.name] if site.lookup else x @ weight(twin, site)).to(written).norm(dim=-1, keepdim=True)
+        whole = (
+            (seen.rows[site.name] if site.lookup else x @ weight(model, site)).to(written).norm(dim=-1, keepdim=True)
+        )
         there = whole > 0 if real is None else (whole > 0) & real[..., None]
         found[site.name] = torch.where(there, written / whole, 0.0)
     return found

@@ -206,8 +206,8 @@ class FactsResult:
         return table.reindex(pd.MultiIndex.from_frame(self.summary[keys].drop_duplicates()))
 
     def numbers(self) -> dict[str, Any]:
-        """The counts, the short tables and the seconds as plain values, for JSON (NaN as null)."""
-        short = {name: json.loads(getattr(self, name).to_json(orient="records")) for name in SHORT}
+        """The counts, the seconds and the short tables as plain values, for JSON (NaN as null)."""
+        short = {f"{name}_table": json.loads(getattr(self, name).to_json(orient="records")) for name in SHORT}
         return {**self.counts(), "seconds": self.seconds, **short}
 
     def save(self, out: Path) -> None:
