@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -110,7 +111,8 @@ CALLS: dict[str, Callable[[HookedTransformer, Tensor, str, Callable[..., Any]], 
 }
 SITUATIONS = [
     *(*HOSTS, *CALLS, "gradients", "generate", "generate refused", "thread", "add_hook", "drop_hook"),
-    *("by hand", "stack", "generator", "dropped", "out of order", "overlapping", "one Run on two hosts", "all left"),
+    *("by hand", "stack", "generator", "dropped", "out of order", "all left"),
+    *("overlapping", "disjoint", "one Run on two hosts"),
     *("the right pass", "the right pass of varying masks", "copy inside", "cast inside", "other weights"),
     *("Boom", "Stop", "KeyboardInterrupt", "importances interrupted", "hooks taken away", "refused for want of hooks"),
 ]
@@ -308,7 +310,9 @@ class Contexts(RuleBasedStateMachine):
                     self.alive.append(("twin", weakref.ref(installation.original.twin)))
         bench.units.append(Unit(stack if manner == "stack" else manager, contexts))
         SEEN.update([f"enter {kind}" for kind in kinds] + [manner])
-        SEEN["overlapping"] += len({c.run for c in bench.contexts}) == 2
+        for first, second in itertools.combinations(bench.contexts, 2):
+            if first.run is not second.run:
+                SEEN["overlapping" if {*first.sites} & {*second.sites} else "disjoint"] += 1
         for other in self.benches:
             shared = {c.run for c in other.contexts} & {c.run for c in bench.contexts}
             SEEN["one Run on two hosts"] += other is not bench and bool(shared)
