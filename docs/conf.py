@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from typing import Any
 
 from sphinx.util import inspect
@@ -32,6 +33,7 @@ html_show_sphinx = False
 html_show_copyright = False
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_mock_imports = [] if find_spec("triton") else ["triton"]
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autosummary_generate = False

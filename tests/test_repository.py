@@ -27,9 +27,9 @@ PACKAGE = ROOT / "tl_spd"
 
 # The dependency order: a room imports only from rooms before it, and within itself where it is a folder.
 ROOMS = [
-    *("sites", "hooks", "wiring", "checks", "data", "components", "gates", "attend", "importance", "masks", "storage"),
-    *("run", "install", "suppress", "losses", "engine", "settings", "memory", "train", "analysis", "hosts", "views"),
-    *("experiments", "cli"),
+    *("sites", "hooks", "wiring", "checks", "data", "components", "kernels", "gates", "attend", "importance"),
+    *("masks", "storage", "run", "install", "suppress", "losses", "engine", "settings", "memory", "train"),
+    *("analysis", "hosts", "views", "experiments", "cli"),
 ]
 OVER_PUBLIC_API = {"views", "experiments", "cli"}  # may say `import tl_spd`
 KNOW_THE_HOST = {"sites", "hosts"}
