@@ -881,6 +881,36 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+TOKENS, OTHER = tiny_tokens(), tiny_tokens().flip(0)
+KNOWN: dict[str, tuple[Any, Any]] = {  # the same data twice for trainings to come, and other data
+    "tokens": (TOKENS, OTHER),
+    "int32": (TOKENS.int(), OTHER.int()),
+    "masked": (
+        (TOKENS, torch.ones_like(TOKENS)),
+        (TOKENS, torch.ones_like(TOKENS).index_fill(1, torch.tensor([0]), 0)),
+    ),
+    "batches": ([TOKENS, OTHER], [OTHER, TOKENS]),
+    "split otherwise": ([TOKENS, OTHER], [torch.cat([TOKENS, OTHER])]),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_run_of_other_data_is_not_replaced_and_not_resumed(tmp_path: Path, name: str) -> None:
+    model, (data, other) = tiny_host(), KNOWN[name]
+    first = tiny_decompose(model, data, out=tmp_path, checkpoint_every=2)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"other settings \(data\)\. Give another"):
+            tiny_decompose(model, other, out=tmp_path, checkpoint_every=2, resume=resume)
+    for path in tmp_path.glob("*.*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"\(then, now\): \{'data': \('[0-9a-f]{16}', '[0-9a-f]{16}'\)\}\.$"):
+        tiny_decompose(model, other, out=tmp_path, checkpoint_every=2, resume=True)
+    assert same_runs(tiny_decompose(model, data, out=tmp_path, checkpoint_every=2, resume=True), first)
+    made = tiny_decompose(model, lambda *_: OTHER, out=tmp_path)  # nothing is known of these
+    assert made.settings["data"] is None
+    assert first.settings["data"] is not None
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_resuming_with_other_settings_is_refused(stopped: Any, name: str) -> None:
     model, settings = stopped

@@ -7,6 +7,7 @@ tensor or a pair ``(tokens, attention_mask)``, with 1 at real tokens and 0 at pa
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -110,6 +111,18 @@ class Batches:
         self._taken = 0
         self._first: tuple[Any, Tensor] | None = None
         """The batch of step 0 where it was asked for beforehand, and the generator's state behind it."""
+
+    def digest(self) -> str | None:
+        """SHA-256 (16 hexadecimal digits) of all tokens and masks; None where they are made on the way."""
+        if not self.whole and not isinstance(self.data, list | tuple):
+            return None
+        known = hashlib.sha256()
+        for batch in (self.data,) if self.whole else self.data:
+            for part in batch if isinstance(batch, tuple | list) else (batch,):
+                known.update(f"{None if part is None else tuple(part.shape)}".encode())
+                if part is not None:
+                    known.update(part.detach().to("cpu", torch.long).contiguous().numpy())
+        return known.hexdigest()[:16]
 
     def __call__(self, step: int, generator: torch.Generator) -> tuple[Int[Tensor, "batch pos"], Tensor | None]:
         """The batch of ``step``; ``generator`` draws rows or is handed to the user's function."""

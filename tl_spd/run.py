@@ -48,7 +48,7 @@ class Run:
         functions: site name -> its importance function (a module).
         importance: the specification the functions were built from.
         n_ctx: longest input the importance functions take, in tokens.
-        settings: the settings of the decomposition, as plain values.
+        settings: the settings of the decomposition, as plain values, with ``data``: a digest of it (None: made on the way).
         history: one row per logged step.
         fingerprint: digests of the host's weights, to refuse other hosts.
     """

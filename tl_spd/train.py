@@ -63,7 +63,7 @@ def decompose(
         data: a token tensor ``[batch, pos]`` or a tuple ``(tokens, attention_mask)``, an iterable of batches, or a function
             ``(step, generator) -> batch``. A batch is either of the first two; the generator is on the CPU.
         out: a folder for the Run, and for checkpoints (Runs too) every ``checkpoint_every`` steps and on KeyboardInterrupt.
-            Nobody else may write there meanwhile, and it may not hold a Run of other settings.
+            Nobody else may write there meanwhile, and it may not hold a Run of other settings or data.
         resume: continue from ``out/checkpoint``, or return the finished Run in ``out``. All else must be the same.
         check_memory: warn where :func:`~tl_spd.memory.estimate_memory` is above what is free, refuse what can never fit.
         losses, settings: fields of :class:`~tl_spd.settings.Settings`; losses default to ``paper_losses("gpt2")``.
@@ -78,16 +78,16 @@ def decompose(
         NonFiniteLossError: an activation, a loss or a gradient was not finite; the last checkpoint is kept.
     """
     chosen = make_settings(sites, C, importance, losses, steps, **settings)
-    found, counts, batches = _checked(model, data, chosen)
+    found, counts, batches, described = _checked(model, data, chosen)
     with _checkpoint_folder(out, checkpoint_every, resume) as folder:
-        saved = None if folder is None else _read_checkpoint(folder, chosen, resume)
+        saved = None if folder is None else _read_checkpoint(folder, described, resume)
         if resume and saved is None and folder is not None and storage.holds_record(folder.parent):
             return load(folder.parent, model)
         if check_memory and not (saved and saved[0]["step"] == steps):
             warn_of_memory(model, chosen, batches, saves=out is not None, checkpoints=checkpoint_every is not None)
         run = from_record(*saved, model, str(folder)) if saved else _fresh_run(model, chosen, found, counts, batches)
         every = checkpoint_every or (steps if saved else None)  # one that was resumed must not look unfinished for ever
-        trainer = _Trainer(model, run, chosen)
+        trainer = _Trainer(model, run, chosen, described)
         with trainer.training(folder):
             trainer.restore(*saved, str(folder)) if saved else trainer.warm_up(progress)
             with tqdm(total=steps, initial=trainer.step, desc="decompose", disable=not progress) as bar:
@@ -103,12 +103,18 @@ def decompose(
             return trainer.finish(out)
 
 
-def _checked(model: HookedTransformer, data: Any, settings: Settings) -> tuple[Sequence[Site], dict[str, int], Batches]:
-    """The sites, their numbers of subcomponents, and the data as batches; errors where one of them cannot be used."""
+def _checked(
+    model: HookedTransformer, data: Any, settings: Settings
+) -> tuple[Sequence[Site], dict[str, int], Batches, dict[str, Any]]:
+    """The sites, their numbers of subcomponents, the data as batches, and what is written down of settings and data.
+
+    Errors where one of them cannot be used.
+    """
     found = find_sites(model, settings.sites)
     check_weights(model)
     batches = Batches(data, model, settings.batch_size)
-    return found, settings.counts([site.name for site in found]), batches
+    counts = settings.counts([site.name for site in found])
+    return found, counts, batches, settings.plain() | {"data": batches.digest()}
 
 
 def _fresh_run(
@@ -131,13 +137,15 @@ def _checkpoint_folder(out: str | Path | None, checkpoint_every: int | None, res
         yield None if out is None else Path(out) / "checkpoint"
 
 
-def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+def _read_checkpoint(
+    folder: Path, now: Mapping[str, Any], resume: bool
+) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """The checkpoint to continue from, or None. What must not be lost, or was made with other settings, is refused."""
-    _check_free(folder.parent, settings)
+    _check_free(folder.parent, now)
     if not storage.holds_record(folder):
         return None
     record, tensors = storage.read_folder(folder)
-    now, then, step = settings.plain(), record.get("settings"), record.get("step")
+    then, step = record.get("settings"), record.get("step")
     if not isinstance(then, dict) or type(step) is not int or type(then.get("steps")) is not int:
         raise storage.StorageError(f"{folder} holds no training state; it is no checkpoint of spd.decompose.")
     if not 0 <= step <= (steps := then["steps"]):
@@ -150,16 +158,22 @@ def _read_checkpoint(folder: Path, settings: Settings, resume: bool) -> tuple[di
     if not resume:
         storage.discard(folder)  # of a finished training, which would be taken for this one's later
         return None
-    if changed := {key: (then.get(key), now.get(key)) for key in {**now, **then} if then.get(key) != now.get(key)}:
-        shown = storage.brief(changed, 1000)
+    if changed := _changed(then, now):
+        shown = storage.brief({key: (then.get(key), now.get(key)) for key in changed}, 1000)
         raise ValueError(f"The checkpoint in {folder} was made with other settings (then, now): {shown}.")
     return record, tensors
 
 
-def _check_free(out: Path, settings: Settings) -> None:
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings that differ; the data only where it was known beforehand both times."""
+    unknown = {"data"} if then.get("data") is None or now.get("data") is None else set()
+    return [key for key in {**now, **then} if key not in unknown and then.get(key) != now.get(key)]
+
+
+def _check_free(out: Path, now: Mapping[str, Any]) -> None:
     """Refuse to train over the finished Run of other settings."""
-    then, now = storage.read_record(out).get("settings") if storage.holds_record(out) else None, settings.plain()
-    if isinstance(then, dict) and (changed := [key for key in now if then.get(key) != now[key]]):
+    then = storage.read_record(out).get("settings") if storage.holds_record(out) else None
+    if isinstance(then, dict) and (changed := _changed(then, now)):
         raise ValueError(
             f"{out} holds a Run that was made with other settings ({', '.join(changed)}). "
             "Give another out=, or remove that folder."
@@ -175,9 +189,9 @@ def _written(out: Path, record: Mapping[str, Any]) -> bool:
 class _Trainer:
     """The moving parts of one training: parameters, optimiser, generators, history."""
 
-    def __init__(self, model: HookedTransformer, run: Run, settings: Settings):
+    def __init__(self, model: HookedTransformer, run: Run, settings: Settings, described: dict[str, Any]):
         self.run, self.settings = run, settings
-        run.settings = settings.plain()
+        run.settings = run.settings or described  # a resumed Run has its own, which may say more of the data
         self.engine = Engine(model, run, settings.last_token_only, settings.max_rows)
         self.weights = host_weights(model, run)
         self.parameters = run.named_parameters()
