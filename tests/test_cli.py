@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import re
+import shlex
 import sys
 import threading
 from dataclasses import replace
@@ -54,10 +57,30 @@ def test_decompose_then_evaluate(
     run = spd.load(out, small_host)
     assert [term["kind"] for term in run.settings["losses"]] == [t.name for t in spd.paper_losses("gpt2")]
 
-    call(monkeypatch, "evaluate", str(out), "--prompts", "1234", "56", "--thresholds", "0.5")
+    call(monkeypatch, "evaluate", str(out), "--thresholds", "0.5")  # on the prompts that decompose was given
+    assert "Measured on:\n  '1234'\n  '56'\n" in capsys.readouterr().out
     again = pd.read_csv(out / "evaluation.csv").set_index(["metric", "site"]).value
     assert again["recon", "all"] == pytest.approx(table.loc[("recon", "all"), "after"], rel=1e-6)
     assert ("rounded@0.5", "all") in again.index
+    call(monkeypatch, "evaluate", str(out), "--prompts", "9")
+    assert "Measured on:\n  '9'\n" in capsys.readouterr().out
+
+
+def test_the_report_of_a_decompose_folder_says_its_command(
+    small_host: HookedTransformer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ["--prompts", "12 34", "5", "--sites", "blocks.0.mlp.W_*", "--C", "4", "--steps", "2", "--seed", "3"]
+    small_host.to_tokens = lambda text: torch.tensor([[int(letter) for letter in text if letter != " "]])
+    call(monkeypatch, "decompose", "--out", str(tmp_path / "run"), *options)
+    call(monkeypatch, "report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html"))
+    page = html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+    command = re.search(r"<code>(tl-spd decompose [^<]*)</code>", page)
+    assert command is not None
+    words = shlex.split(command[1])
+    assert "12 34" in words
+    words[words.index("--out") + 1] = str(tmp_path / "again")
+    call(monkeypatch, *words[1:])
+    assert same_runs(spd.load(tmp_path / "run", small_host), spd.load(tmp_path / "again", small_host))
 
 
 def interrupt_at(call: int, patch: pytest.MonkeyPatch) -> None:

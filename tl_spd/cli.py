@@ -123,8 +123,8 @@ class Decompose:
     """Learning rate of the importance functions."""
     component_lr: float = 1e-4
     """Learning rate of read and write directions; larger ones lose an exact initialisation within a few steps."""
-    init: Literal["inputs", "svd", "kaiming"] = "svd"
-    """Where components start; for a few prompts take inputs: one component for each input that they bring."""
+    init: Literal["inputs", "svd", "kaiming"] = "inputs"
+    """Where components start; inputs: one component for each input that the prompts bring."""
     checkpoint_every: int | None = None
     resume: bool = False
     seed: int = 0
@@ -133,6 +133,11 @@ class Decompose:
         """Decompose, save, and print what changed."""
         with locked(self.out):
             self._run()
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the Run, as JSON gives it back."""
+        values = {key: value for key, value in asdict(self).items() if key not in ("out", "checkpoint_every", "resume")}
+        return dict(json.loads(json.dumps(values)))
 
     def _run(self) -> None:
         model = load_host(self.host)
@@ -145,7 +150,7 @@ class Decompose:
         table = {"before": evaluate(model, before, tokens, mask)}
         run = spd.decompose(
             model,
-            lambda step, generator: (tokens, mask),
+            (tokens, mask),
             sites=self.sites,
             C=self.C,
             importance=importance,
@@ -161,6 +166,7 @@ class Decompose:
         table["after"] = evaluate(model, run, tokens, mask)
         report = pd.concat({name: rows.set_index(["metric", "site"]).value for name, rows in table.items()}, axis=1)
         report.to_csv(self.out / "evaluation.csv")
+        (self.out / "settings.json").write_text(json.dumps(self.settings(), indent=1), encoding="utf-8")
         print(report.to_string(float_format=lambda value: f"{value:.4g}"))
         print(f"The Run is in {self.out}; spd.load({str(self.out)!r}, model) reads it.")
 
@@ -177,7 +183,7 @@ class Evaluate:
     host: str | None = None
     """The Run's host, whatever decompose --host takes; default the one that the folder names or holds, else smollm2."""
     prompts: tuple[str, ...] = ()
-    """Texts to measure on; default the pair of a facts folder, else a few sentences."""
+    """Texts to measure on; default those of the folder (what decompose was given, the pair of facts), else a few sentences."""
     thresholds: tuple[float, ...] = field(default=(0.0, 0.1))
 
     def run(self) -> None:
@@ -188,9 +194,10 @@ class Evaluate:
             model, task = own
             tokens, mask = task.sample(EVALUATED, torch.Generator().manual_seed(EVALUATION_SEED))[0], None
         else:
-            prompts = self.prompts or _pair(beside, settings) or PROMPTS
+            prompts = self.prompts or _prompts(beside, settings) or PROMPTS
             model = load_host(self.host or settings.get("host", "smollm2"))
             tokens, mask = tokenize(model, prompts)
+            print("Measured on:", *map(repr, prompts), sep="\n  ")
         run, last = spd.load(folder, model), mask is None
         rows = evaluate(model, run, tokens, mask, thresholds=self.thresholds, last_token_only=last)
         rows.to_csv(self.run_dir / "evaluation.csv", index=False)
@@ -208,7 +215,7 @@ class Report:
     host: str | None = None
     """The Run's host, for views: whatever decompose --host takes. An induction folder holds its own."""
     prompts: tuple[str, ...] = ()
-    """Texts for the views; default the facts of a facts folder, else a few sentences."""
+    """Texts for the views; default those of the folder (what decompose was given, the pair of facts), else a few sentences."""
 
     def run(self) -> None:
         """Write the report and say where it is."""
@@ -218,7 +225,7 @@ class Report:
         prompts: Any = None
         names: dict[int, str] = {}
         if self.host is not None:
-            prompts = self.prompts or _pair(beside, settings) or PROMPTS
+            prompts = self.prompts or _prompts(beside, settings) or PROMPTS
             model = load_host(self.host)
         elif own := _own_target(beside, settings):
             model, task = own
@@ -230,10 +237,11 @@ class Report:
         print(f"The report is in {out} ({out.stat().st_size / 1e6:.1f} MB); it needs no network.")
 
 
-def _pair(beside: Path, settings: dict[str, Any]) -> list[str]:
-    """The prompts of a facts folder's pair; none for another folder."""
+def _prompts(beside: Path, settings: dict[str, Any]) -> list[str]:
+    """The prompts that the folder's Run was made on, of ``tl-spd decompose`` or ``facts``; none for another folder."""
     with readable(f"Asked for the prompts of {beside}. Found:"):
-        return [str(fact["prompt"]) for fact in settings.get("facts", {}).get("pair", ())]
+        pair = [fact["prompt"] for fact in settings.get("facts", {}).get("pair", ())]
+        return [str(prompt) for prompt in (pair or settings.get("prompts", ()))]
 
 
 def _own_target(beside: Path, settings: dict[str, Any]) -> tuple[Any, InductionTask] | None:
@@ -248,7 +256,11 @@ def _own_target(beside: Path, settings: dict[str, Any]) -> tuple[Any, InductionT
 
 
 def _command(settings: dict[str, Any], out: Path) -> str:
-    """The command with exactly these settings; empty if no preset has them."""
+    """The command with exactly these settings; empty if there is none."""
+    if settings.keys() == Decompose(out).settings().keys():
+        given = {f"--{name.replace('_', '-')}": value for name, value in settings.items()} | {"--out": str(out)}
+        options = (shlex.join([name, *map(str, v if isinstance(v, list) else [v])]) for name, v in given.items())
+        return " ".join(["tl-spd decompose", *options])
     seed = settings.get("seed", 0)
     plain: dict[str, Callable[[str], Any]] = {
         "induction": lambda preset: InductionSettings.preset(preset, seed).plain(),
