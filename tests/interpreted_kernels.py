@@ -5,6 +5,8 @@ process of its own: what Triton's functions are is decided when Triton is import
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ def two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "PROGRAMS", 2)
 
 
-def through(kind: str, given: list[Tensor], step: int = 32) -> Tensor:
+def through(kind: str, given: list[Tensor], step: int = 80) -> Tensor:
     return kernels.VectorGates.apply(*given, step) if kind == "vector" else kernels.ScalarGates.apply(*given)
 
 
@@ -45,6 +47,44 @@ def test_interpreted_kernels_equal_the_plain_expression(
         assert got.dtype == dtype
         assert got.shape == want.shape
         assert (got - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.parametrize("kind", ["vector", "scalar"])
+def test_every_program_sums_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU two programs that add to the same numbers would lose some; one after the other, as here, they do not."""
+    kept, real = [], kernels._sums
+    monkeypatch.setattr(kernels, "_sums", lambda *args: kept.append(real(*args)) or kept[-1])
+    through(kind, inputs(kind, (100, 5, 3, 70), torch.float64)).sum().backward()
+    assert [len(parts) for parts in kept] == [2] * (2 if kind == "vector" else 3)
+    assert all(bool((parts != 0).any(-1).all()) for parts in kept)
+
+
+def test_no_program_is_idle() -> None:
+    assert [kernels._programs(rows) for rows in (0, 1, 32, 33, 65)] == [1, 1, 1, 2, 2]
+
+
+def test_blocks_fill_half_the_cache_and_are_no_smaller_than_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50_000_000))
+    assert kernels.block_rows(torch.zeros(9, 64), 1600) == 50_000_000 // (2 * 1600 * 4)
+    assert kernels.block_rows(torch.zeros(9, 768), 16 * 8192) == 768
+    assert kernels.block_rows(torch.zeros(9, 20), 16 * 8192) == 128
+
+
+@pytest.mark.parametrize("function", [gates.vector_gates, gates.scalar_gates])
+def test_any_layout_and_dtype_of_inputs(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed inputs and parameters, inputs in bfloat16, gradients that are one number expanded."""
+    kind = "vector" if function is gates.vector_gates else "scalar"
+    x, *parameters = inputs(kind, (6, 3, 2, 5), torch.float32)
+    given = [x.detach().bfloat16().T.contiguous().T.requires_grad_()]
+    given += [each.detach().mT.contiguous().mT.requires_grad_() for each in parameters]
+    assert not any(each.is_contiguous() for each in given)
+    results = []
+    for chosen in (None, kernels):
+        monkeypatch.setattr(gates, "_kernels", lambda x, chosen=chosen: chosen)
+        monkeypatch.setattr(kernels, "block_rows", lambda x, hidden: 4)
+        results.append(torch.autograd.grad(function(*given, torch.zeros(5)).sum(), given))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["vector", "scalar"])

@@ -11,11 +11,14 @@ Exact up to rounding: the same numbers as the plain expression (tested in float6
 before the subcomponent axis, so that sums over it run along contiguous memory. No second derivatives.
 
 On CUDA, where Triton is installed (CUDA builds of torch on Linux bring it), :mod:`tl_spd.kernels` does the same in fewer passes
-over memory; without Triton the blocks serve there too.
+over memory; without Triton the blocks serve there too. Where Triton is installed but cannot launch anything (it needs a C
+compiler), they do after a warning.
 """
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -36,9 +39,24 @@ def _rows_per_block(rows: int, hidden: int, element_size: int) -> int:
     return min(rows, max(1, BLOCK_BYTES // max(1, hidden * element_size)))
 
 
+@cache
+def _triton_works() -> bool:
+    """Whether kernels can be launched; a warning, the first time, where Triton is there and what it needs is not."""
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_device()  # builds what every launch needs
+    except Exception as error:
+        warnings.warn(f"Triton is installed but cannot be used: {error!r}. Gates are computed in blocks.", stacklevel=2)
+        return False
+    return True
+
+
 def _kernels(x: Tensor) -> ModuleType | None:
     """The kernels for where ``x`` is, if there are any."""
-    if x.device.type != "cuda" or find_spec("triton") is None:
+    if x.device.type != "cuda" or not _triton_works():
         return None
     from tl_spd import kernels  # needs Triton
 
@@ -55,7 +73,8 @@ def vector_gates(
     """``sum_k W2[k, c] * gelu((x @ W1)[k, c] + b1[k, c]) + b2[c]`` for every row of ``x``."""
     flat = x.to(W1.dtype).reshape(-1, x.shape[-1])  # under autocast it may come in less
     if kernels := _kernels(flat):
-        out = kernels.VectorGates.apply(flat.contiguous(), W1, b1, W2, kernels.block_rows(flat, W2.numel()))
+        step = kernels.block_rows(flat, W2.numel())
+        out = kernels.VectorGates.apply(*(each.contiguous() for each in (flat, W1, b1, W2)), step)
         return (out + b2).reshape(*x.shape[:-1], b2.shape[0])
     weights = torch.cat([W1.reshape(x.shape[-1], -1), b1.reshape(1, -1)])
     out = _VectorGates.apply(torch.cat([flat, flat.new_ones(flat.shape[0], 1)], dim=1), weights, W2)
@@ -111,8 +130,8 @@ def scalar_gates(
     b2: Float[Tensor, "C"],
 ) -> Float[Tensor, "*rows C"]:
     """``sum_k W2[k, c] * gelu(a[c] * W1[k, c] + b1[k, c]) + b2[c]`` for every row of ``a``."""
-    flat, kernels = a.to(W1.dtype).reshape(-1, a.shape[-1]), _kernels(a)
-    out = kernels.ScalarGates.apply(flat.contiguous(), W1, b1, W2) if kernels else _ScalarGates.apply(flat, W1, b1, W2)
+    given, kernels = (a.to(W1.dtype).reshape(-1, a.shape[-1]), W1, b1, W2), _kernels(a)
+    out = kernels.ScalarGates.apply(*(each.contiguous() for each in given)) if kernels else _ScalarGates.apply(*given)
     return (out + b2).reshape(a.shape)
 
 

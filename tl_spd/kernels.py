@@ -1,12 +1,12 @@
 """The gates of :mod:`tl_spd.gates` on CUDA: what lies between the matmuls, in one pass over memory each (Triton).
 
 ``gamma_c = sum_k W2[k, c] * gelu(pre[k, c] + b1[k, c])`` with ``pre`` from a matmul (vector gates) or ``a[c] * W1[k, c]`` (scalar
-gates: nothing of size ``[rows, d_gate, C]`` exists there at all). Vector gates take rows in blocks whose ``pre`` stays in the
-second-level cache: torch's matmul writes it, a kernel reads it once. So matmuls keep torch's speed and TF32 policy, and
-gradients of shared parameters are summed in a fixed order: the same bits every time.
+gates: nothing of size ``[rows, d_gate, C]`` exists there at all). Vector gates take rows in blocks (:func:`block_rows`): torch's
+matmul writes a block's ``pre``, a kernel reads it once. So matmuls keep torch's speed and TF32 policy, and gradients of shared
+parameters are summed in a fixed order: the same bits every time.
 
-Launches go to the inputs' device. Sums are made in float32, of float64 in float64. Without a GPU the tests run the kernels in
-Triton's interpreter, and compile them for the GPUs' instruction sets.
+Launches go to the inputs' device. The kernels' sums are made in float32, of float64 in float64. Without a GPU the tests run the
+kernels in Triton's interpreter, and compile them for the GPUs' instruction sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS, COLS = 32, 64
 """The tile of rows and subcomponents that a program holds."""
 
 PROGRAMS = 64
-"""How many programs share the rows of one column of tiles in a backward pass; each sums parameters' gradients for itself."""
+"""Most programs that share the rows of one column of tiles in a backward pass; each sums parameters' gradients for itself."""
 
 
 def _jit(function: Any) -> Any:
@@ -161,15 +161,23 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
             kernel[grid](*args, ACC=acc, ROWS=ROWS, COLS=COLS)
 
 
-def _sums(like: Tensor) -> Tensor:
+def _programs(rows: int) -> int:
+    """As many as find a tile of ``rows`` to sum, up to ``PROGRAMS``."""
+    return max(1, min(PROGRAMS, triton.cdiv(rows, ROWS)))
+
+
+def _sums(like: Tensor, programs: int) -> Tensor:
     """Room for every program's share of a parameter's gradient, ``[programs, *shape]``."""
-    return torch.zeros(PROGRAMS, *like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return torch.zeros(programs, *like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def block_rows(x: Tensor, hidden: int) -> int:
-    """Rows whose hidden layer fills half of the GPU's second-level cache."""
+    """Rows whose hidden layer fills half of the GPU's second-level cache, where that holds 128 rows and as many as ``W1`` has.
+
+    With fewer, every block would read and write more of ``W1`` and its gradient than of its own.
+    """
     cache = torch.cuda.get_device_properties(x.device).L2_cache_size
-    return max(1, cache // (2 * hidden * x.element_size()))
+    return max(128, x.shape[-1], cache // (2 * hidden * x.element_size()))
 
 
 class VectorGates(torch.autograd.Function):
@@ -198,8 +206,10 @@ class VectorGates(torch.autograd.Function):
         d_gate, C = W2.shape
         weights = W1.reshape(x.shape[1], -1)
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        grad_weights, sums_b1, sums_W2 = torch.zeros_like(weights), _sums(b1), _sums(W2)
-        hidden, grid = x.new_empty(min(ctx.step, len(x)), d_gate * C), (d_gate, triton.cdiv(C, COLS), PROGRAMS)
+        most = min(ctx.step, len(x))
+        hidden, programs = x.new_empty(most, d_gate * C), _programs(most)
+        grad_weights, sums_b1, sums_W2 = torch.zeros_like(weights), _sums(b1, programs), _sums(W2, programs)
+        grid = (d_gate, triton.cdiv(C, COLS), programs)
         for start in range(0, len(x), ctx.step):
             block, g = x[start : start + ctx.step], grad[start : start + ctx.step].contiguous()
             pre = torch.mm(block, weights, out=hidden[: len(block)])
@@ -227,9 +237,9 @@ class ScalarGates(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         """The gradients of all inputs; nothing of size ``[rows, d_gate, C]`` exists."""
         a, W1, b1, W2 = ctx.saved_tensors
-        grad, grad_a, sums = grad.contiguous(), torch.empty_like(a), [_sums(p) for p in (W1, b1, W2)]
-        columns = triton.cdiv(a.shape[1], COLS)
+        programs, columns = _programs(len(a)), triton.cdiv(a.shape[1], COLS)
+        grad, grad_a, sums = grad.contiguous(), torch.empty_like(a), [_sums(p, programs) for p in (W1, b1, W2)]
         _launch(scalar_backward, (triton.cdiv(len(a), ROWS), columns), a, grad, W1, b1, W2, grad_a, *a.shape, len(W2))
         if len(a):
-            _launch(scalar_backward_sums, (len(W2), columns, PROGRAMS), a, grad, W1, b1, W2, *sums, *a.shape, len(W2))
+            _launch(scalar_backward_sums, (len(W2), columns, programs), a, grad, W1, b1, W2, *sums, *a.shape, len(W2))
         return grad_a, *(each.sum(0).to(a.dtype) for each in sums)
