@@ -23,6 +23,7 @@ from tl_spd.analysis.adversarial import Adversary, adversarial_recon
 from tl_spd.analysis.attention import attention_without_positions
 from tl_spd.analysis.patching import answer_metric
 from tl_spd.analysis.pruning import rank1_curve
+from tl_spd.analysis.run_pruning import greedy_run_path
 from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.suppress import load_weights
@@ -70,6 +71,8 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
         numbers[f"m on s1 without positions in m's query, {which}"] = table.without.mean()
     started = time.perf_counter()
     curve = rank1_curve(model, run, tokens, tau=2.0, last_token_only=True, points=24)
+    greedy = greedy_run_path(model, run, tokens, tau=2.0, last_token_only=True)
+    curve = pd.concat([curve, greedy[["kept", "kl"]].assign(method="spd_greedy", seed=-1)], ignore_index=True)
     seconds = time.perf_counter() - started
     clean = tokens[:1]
     corrupted, m = clean.clone(), int(s1[0]) + 1
@@ -97,7 +100,9 @@ def main(arguments: Arguments) -> None:
     parts = [
         f"Runs of the preset {arguments.preset}; {arguments.sequences} held-out sequences, scored at the last token.",
         markdown(pd.DataFrame({f"seed {seed}": result["numbers"] for seed, result in results.items()})),
-        "Fewest rank-1 pieces, kept at every token, whose KL is at most so many nats (spd: by mean importance)",
+        "Fewest rank-1 pieces whose KL is at most so many nats. Kept at every token: svd (greedy), spd (by mean importance),"
+        " random. Kept where their importances say so: spd_masked (by mean importance), spd_greedy (as svd: every round the one"
+        " whose removal costs least)",
         markdown(pd.DataFrame(pieces).T.sort_index(level=0, sort_remaining=False), ".0f"),
         "Patching one prompt pair (another token m; logit of the one m minus that of the other): what the k subcomponents of"
         " largest effect carry of TransformerLens's patch of the whole site, where that is above 0.1",
@@ -113,7 +118,8 @@ def main(arguments: Arguments) -> None:
         }
         for seed, result in results.items()
     }
-    publish("induction_analyses", "Analyses of the induction Runs", "\n\n".join(parts), data)
+    name = "induction_analyses" + (arguments.preset != "cpu") * f"_{arguments.preset}"
+    publish(name, "Analyses of the induction Runs", "\n\n".join(parts), data)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from tl_spd.analysis import (
     patching,
     prompts,
     pruning,
+    run_pruning,
     suppression,
     sweeps,
     tracing,
@@ -218,6 +219,7 @@ CALLS: dict[str, Call] = {
     ),
     "greedy_svd_path": lambda c: pruning.greedy_svd_path(c.model, TOKENS, sites=OUT, tau=0.1),
     "rank1_curve": lambda c: pruning.rank1_curve(c.model, c.run, TOKENS, tau=0.01, points=2),
+    "greedy_run_path check_tau": lambda c: run_pruning.greedy_run_path(c.model, c.run, TOKENS, tau=0.01),
     "effect_table": lambda c: suppression.effect_table(c.model, [PROMPT], ["w4"], {"own": c.directions}),
     "control_table": lambda c: suppression.control_table(
         c.model, c.run, {OUT: [0]}, [PROMPT], ["w4"], draws=2, effort=suppression.Effort({OUT: 2})

@@ -25,6 +25,7 @@ from tl_spd.analysis.attention import attention_kl, attention_without_positions
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.analysis.patching import answer_metric, compare_whole_sites, patch_subcomponents
 from tl_spd.analysis.pruning import greedy_svd_path, rank1_curve
+from tl_spd.analysis.run_pruning import greedy_run_path
 from tl_spd.analysis.suppression import control_table, effect_table, select_by_effect, select_by_importance
 from tl_spd.analysis.tracing import causal_trace
 from tl_spd.analysis.vocabulary import direct_effects
@@ -203,6 +204,7 @@ MEASURES: dict[str, tuple[Callable[[HookedTransformer, spd.Run], Any], str]] = {
     "evaluate": (lambda m, r: evaluate(m, r, TOKENS), BEFORE),
     "greedy_svd_path": (lambda m, r: greedy_svd_path(m, TOKENS, sites=IN1, tau=1.0), BEFORE),
     "rank1_curve": (lambda m, r: rank1_curve(m, r, TOKENS, tau=1.0), BEFORE),
+    "greedy_run_path": (lambda m, r: greedy_run_path(m, r, TOKENS, tau=1.0), BEFORE),
     "patch_subcomponents": (
         lambda m, r: patch_subcomponents(m, r, TOKENS[:1], TOKENS[1:2], answer_metric(m, 1)),
         BEFORE,

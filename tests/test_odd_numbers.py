@@ -34,6 +34,7 @@ from tl_spd.analysis.attention import attention_kl, attention_without_positions
 from tl_spd.analysis.evaluation import evaluate
 from tl_spd.analysis.patching import answer_metric, compare_whole_sites, joint_shares, patch_subcomponents
 from tl_spd.analysis.pruning import greedy_svd_path, rank1_curve
+from tl_spd.analysis.run_pruning import greedy_run_path
 from tl_spd.analysis.suppression import control_table, effect_table, select_by_effect, select_by_importance
 from tl_spd.analysis.sweeps import pareto, splitting
 from tl_spd.analysis.tracing import causal_trace
@@ -92,6 +93,7 @@ TAKE_BATCHES: dict[str, Callable[..., Any]] = {
     "evaluate": lambda model, run, x, **mask: evaluate(model, run, x, **mask),
     "greedy_svd_path": lambda model, run, x, **mask: greedy_svd_path(model, x, sites=IN, tau=1.0, **mask),
     "rank1_curve": lambda model, run, x, **mask: rank1_curve(model, run, x, tau=1.0, **mask),
+    "greedy_run_path": lambda model, run, x, **mask: greedy_run_path(model, run, x, tau=1.0, **mask),
     "pareto": lambda model, run, x, **mask: pareto(model, TOKENS, x, coefficients=[1.0], **mask, **QUIET),
     "splitting": lambda model, run, x, **mask: splitting(model, TOKENS, x, **mask, **QUIET),
 }
@@ -262,6 +264,7 @@ NUMBERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     },
     "trace, subject": (lambda m, r, g, x: causal_trace(m, TOKENS[:1], [0, x], 1), (0, 5, -1, 0.5), "subject"),
     "tau": (lambda m, r, g, x: greedy_svd_path(m, TOKENS, sites=IN, tau=x), (-1, NAN), "tau must be"),
+    "tau of a Run's": (lambda m, r, g, x: greedy_run_path(m, r, TOKENS, tau=x), (-1, NAN), "tau must be"),
     "max_rounds": (
         lambda m, r, g, x: greedy_svd_path(m, TOKENS, sites=IN, tau=1.0, max_rounds=x),
         (0, NAN, INF, 1.5),

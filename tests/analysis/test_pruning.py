@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tl_spd
 from tests.tiny import set_weights, tiny_host, tiny_padding, tiny_run, tiny_tokens, unchanged, with_weights
 from tl_spd.analysis import pruning
 from tl_spd.analysis.pruning import TIE, greedy_svd_path, rank1_curve, singular_terms
@@ -185,6 +186,15 @@ def test_the_curve_equals_hosts_with_the_kept_pieces_as_weights(last: bool) -> N
             chosen = [c for c in range(4) if ranked.index(float(means[name][c])) < kept]
             sums[name] = parts.read.detach()[:, chosen] @ parts.write.detach()[chosen]
         assert kl == pytest.approx(output_kl(log_p, with_weights(model, sums), tokens, None, last), rel=1e-9)
+
+    masked = table[table.method == "spd_masked"].set_index("kept").kl
+    assert set(masked.index) == set(spd.index)
+    for kept, kl in masked.items():
+        keep = {name: torch.tensor([ranked.index(float(mean)) < kept for mean in means[name]]) for name in means}
+        with tl_spd.decomposed(model, run, masks={name: g[name] * keep[name] for name in g}):
+            log_q = model(tokens).log_softmax(-1)
+        kls = (log_p.exp() * (log_p - log_q)).sum(-1)
+        assert kl == pytest.approx((kls[:, -1] if last else kls).mean().item(), rel=1e-9)
 
     random = table[table.method == "random"]
     zeroed = with_weights(model, {site.name: torch.zeros(6, site.d_out) for site in run.sites})

@@ -25,7 +25,7 @@ algorithm's only between candidates whose KLs differ by rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -77,6 +77,12 @@ def level(kl: float) -> float:
     return max(0.0, kl if math.isinf(kl) else float(math.floor(kl / TIE)))
 
 
+def check_tau(tau: float) -> None:
+    """ValueError unless ``tau`` is a KL that can be reached."""
+    if not tau >= 0:
+        raise ValueError(f"tau must be a number of nats of at least 0, found {tau}.")
+
+
 def singular_terms(model: HookedTransformer, site: Site) -> Components:
     """The singular terms of ``site``'s weight as subcomponents, largest first; those at rounding size are left out.
 
@@ -125,8 +131,7 @@ def greedy_svd_path(
     check_whole(max_rounds=max_rounds, max_rows=max_rows)
     if max_rounds is not None and max_rounds < 1:
         raise ValueError(f"max_rounds must be at least 1 removal, found {max_rounds}.")
-    if not tau >= 0:
-        raise ValueError(f"tau must be a number of nats of at least 0, found {tau}.")
+    check_tau(tau)
     tokens, attention_mask = check_batch((tokens, attention_mask), model)
     pruned = _Pruned(model, find_sites(model, sites), tokens, attention_mask, last_token_only, max_rows)
     current, seen = pruned.tangent(pruned.final(pruned.resid)[0]), dict[str, _Tangent]()
@@ -304,12 +309,13 @@ def rank1_curve(
     seeds: Sequence[int] = (0, 1, 2),
     max_rows: int | None = None,
 ) -> pd.DataFrame:
-    """Kept rank-1 pieces against output KL on ``tokens``, on the Run's sites, for three ways of choosing what to keep.
+    """Kept rank-1 pieces against output KL on ``tokens``, on the Run's sites, for four ways of choosing what to keep.
 
     ``svd``: every round of :func:`greedy_svd_path` up to ``tau``, after a row with everything kept. ``spd``: the Run's
     subcomponents whose mean importance over the real tokens is above a threshold, for each of ``thresholds`` (default: about
     ``2 * points`` of them, denser where few or nearly all are kept). ``random``: a random order of all singular terms per
-    seed, cut at such counts. What is kept is kept at every token (mask 1, else 0).
+    seed, cut at such counts. What is kept is kept at every token (mask 1, else 0); in ``spd_masked``, the same choices as
+    ``spd``, at its importance there. :func:`~tl_spd.analysis.run_pruning.greedy_run_path` chooses among those as ``svd`` does.
 
     Returns:
         One row per point: ``method, seed`` (-1 where nothing is random), ``kept, kl`` (nats, a mean over scored positions).
@@ -334,7 +340,9 @@ def rank1_curve(
     order = torch.cat(list(means.values())).sort(descending=True).values.tolist()
     if thresholds is None:
         thresholds = [order[count] if count < len(order) else -1.0 for count in _counts(len(order), points)]
-    rows += _points("spd", -1, engine, batch, [{n: m > t for n, m in means.items()} for t in thresholds])
+    above = [{name: mean > threshold for name, mean in means.items()} for threshold in thresholds]
+    rows += _points("spd", -1, engine, batch, above)
+    rows += _points("spd_masked", -1, engine, batch, above, g)
 
     engine = Engine(model, Run(terms, {}, Scalar(), n_ctx(model), {}), **shared)
     batch = engine.observe_checked(tokens, attention_mask)
@@ -353,9 +361,15 @@ def _counts(total: int, points: int) -> list[int]:
 
 
 def _points(
-    method: str, seed: int, engine: Engine, batch: Batch, kept: list[dict[str, Tensor]]
+    method: str,
+    seed: int,
+    engine: Engine,
+    batch: Batch,
+    kept: list[dict[str, Tensor]],
+    masks: Mapping[str, Tensor] | None = None,
 ) -> list[tuple[str, int, int, float]]:
-    """One row per distinct set of kept pieces: each site's, ``[C]`` booleans, are its mask at every token."""
+    """One row per distinct set of kept pieces: each site's, ``[C]`` booleans, are its mask, or let ``masks`` through."""
     by_count = {sum(int(keep.sum()) for keep in sets.values()): sets for sets in kept}
-    kl = engine.kl(batch, [Pass(dict(sets)) for sets in by_count.values()]).tolist()
+    chosen = [{n: keep if masks is None else masks[n] * keep for n, keep in sets.items()} for sets in by_count.values()]
+    kl = engine.kl(batch, [Pass(sets) for sets in chosen]).tolist()
     return [(method, seed, count, value) for count, value in zip(by_count, kl, strict=True)]

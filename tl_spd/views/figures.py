@@ -103,6 +103,7 @@ def plot_rank1_curve(table: pd.DataFrame) -> Any:
     """
     checked(table, ["method", "seed", "kept", "kl"], f"{ANALYSIS}.pruning.rank1_curve")
     names = {"spd": "SPD, by importance", "svd": "singular terms, greedy", "random": "singular terms, random"}
+    names |= {"spd_masked": "SPD, by importance, masked", "spd_greedy": "SPD, masked, greedy"}
     figure, (ax,) = axes(1, 1, 4.8, 3.4)
     for index, method in enumerate(dict.fromkeys(["spd", "svd", *table["method"]])):
         style = _line(index, 1 if method == "svd" else 2)
