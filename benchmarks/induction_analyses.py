@@ -26,6 +26,7 @@ from tl_spd.analysis.pruning import rank1_curve
 from tl_spd.analysis.run_pruning import greedy_run_path
 from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
+from tl_spd.importance import Importances
 from tl_spd.suppress import load_weights
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)
@@ -54,6 +55,13 @@ def pieces_needed(curve: pd.DataFrame) -> dict[str, dict[str, float]]:
     return found
 
 
+def kept_by_site(run: spd.Run, importances: Importances, path: pd.DataFrame, kl: float) -> dict[str, int]:
+    """What the greedy ``path`` keeps of every site at its fewest pieces whose KL is at most ``kl``."""
+    removed = path[: int(path[path.kl <= kl].index[-1]) + 1].site
+    alive = {name: int((values > 0).flatten(0, 1).any(0).sum()) for name, values in importances.items()}
+    return {short(name): alive[name] - int((removed == name).sum()) for name in run.components}
+
+
 def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     """All analyses of one seed's Run."""
     task = InductionTask()
@@ -72,6 +80,7 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     started = time.perf_counter()
     curve = rank1_curve(model, run, tokens, tau=2.0, last_token_only=True, points=24)
     greedy = greedy_run_path(model, run, tokens, tau=2.0, last_token_only=True)
+    by_site = kept_by_site(run, run.importances(model, tokens), greedy, 0.01)
     curve = pd.concat([curve, greedy[["kept", "kl"]].assign(method="spd_greedy", seed=-1)], ignore_index=True)
     seconds = time.perf_counter() - started
     clean = tokens[:1]
@@ -81,7 +90,7 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     tables = patch_pair(model, run, clean, corrupted, metric)
     tables["patches"] = tables["patches"][tables["patches"].effect.abs() > 1e-3]
     tables["shares"] = tables["shares"][tables["shares"].tl_effect.abs() > 0.1]
-    return {"numbers": numbers, "curve": curve, "curve seconds": seconds} | tables
+    return {"numbers": numbers, "curve": curve, "curve seconds": seconds, "kept at KL 0.01": by_site} | tables
 
 
 def main(arguments: Arguments) -> None:
@@ -104,6 +113,8 @@ def main(arguments: Arguments) -> None:
         " random. Kept where their importances say so: spd_masked (by mean importance), spd_greedy (as svd: every round the one"
         " whose removal costs least)",
         markdown(pd.DataFrame(pieces).T.sort_index(level=0, sort_remaining=False), ".0f"),
+        "Of which sites those of spd_greedy at KL 0.01 are",
+        markdown(pd.DataFrame({f"seed {seed}": result["kept at KL 0.01"] for seed, result in results.items()}).T),
         "Patching one prompt pair (another token m; logit of the one m minus that of the other): what the k subcomponents of"
         " largest effect carry of TransformerLens's patch of the whole site, where that is above 0.1",
         markdown(shares[["joint_effect", "summed_effect", "tl_effect", "joint_share"]]),
