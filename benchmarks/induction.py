@@ -26,6 +26,7 @@ PAPER_ACTIVE = {  # table 1a: s1, m, s2, random
 }
 PAPER_UNIQUE = {"Q0": 1, "K0": 1, "V0": 1, "Q1": 1, "K1": 1, "V1": 11}
 PAPER_METRICS = {"faithfulness": 3e-9, "recon": 1e-4, "stochastic_layerwise": 1e-4, "attention_kl": 0.194}
+PAPER_METRICS |= {"m_on_s1_attention, original": 1.0, "m_on_s1_without, original": 0.0941}
 
 
 @dataclass
@@ -58,6 +59,8 @@ def tables(results: dict[int, Tables]) -> str:
         joint = result.metrics[result.metrics.site == "all"].set_index("metric").value.to_dict()
         alone = result.metrics[result.metrics.metric == "layerwise"].set_index("site").value.drop("all")
         alone = {f"layerwise {short(site)}": value for site, value in alone.items()}
+        mechanism = result.metrics[result.metrics.metric.str.startswith("m_on_s1")]
+        alone |= {f"{row.metric}, {row.site}": row.value for row in mechanism.itertuples()}
         target = {
             "target accuracy": result.target["accuracy"],
             "target m on s1": result.target["attention_m_on_s1"],
