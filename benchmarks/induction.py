@@ -74,7 +74,8 @@ def tables(results: dict[int, Tables]) -> str:
         markdown(shown, ".3f"),
         f"Unique subcomponents: active on more than {fraction:g} of the evaluated (sequence, position) pairs",
         markdown(pd.DataFrame(unique).T),
-        "Metrics, KL in nats at the last token (`layerwise`: that site alone at m = g; attention_kl: mean of both layers)",
+        "Metrics, KL in nats at the last token (`layerwise`: that site alone at m = g; attention_kl: mean of both layers;"
+        " m_on_s1: m's attention on s1 in layer 0, and without positions in m's query)",
         markdown(pd.DataFrame(metrics)),
     ]
     return "\n\n".join(parts)
