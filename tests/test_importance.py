@@ -103,6 +103,22 @@ def test_gradient_of_upper(pre: float, slope: float, coming: float) -> None:
     assert grad.item() == pytest.approx(coming * slope, abs=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_both_sigmoids_equal_their_cases_bit_for_bit(dtype: torch.dtype) -> None:
+    """Bounds too: at 0 lower leaks and upper rises, at 1 lower stands and upper rises in full."""
+    pre = torch.cat([numbers(3000, dtype=dtype), torch.tensor([0.0, 1.0, -1e-30, 1e-30]).to(dtype).repeat(50)])
+    pre, coming = pre.requires_grad_(), numbers(len(pre), seed=1, dtype=dtype)
+    (grad,) = torch.autograd.grad(lower(pre), pre, coming)
+    leaked = torch.where(pre <= 0, LEAK * coming.clamp(max=0), coming)
+    assert torch.equal(grad, torch.where(pre >= 1, torch.zeros_like(coming), leaked))
+    (grad,) = torch.autograd.grad(upper(pre), pre, coming)
+    assert torch.equal(
+        grad, torch.where(pre > 1, LEAK * coming, torch.where(pre >= 0, coming, torch.zeros_like(coming)))
+    )
+    value = torch.where(pre > 1, 1 + LEAK * (pre - 1), pre.clamp(min=0))
+    torch.testing.assert_close(upper(pre), value, rtol=torch.finfo(dtype).eps, atol=0)
+
+
 def test_importances_hold_lower_of_what_they_were_made_from() -> None:
     pre = {"a": torch.tensor([[[-1.0, 0.5, 7.0]]])}
     found = Importances(pre)

@@ -36,6 +36,20 @@ LEAK = 0.01
 """Slope of the leaks of both sigmoids (Bushnaq et al. 2025)."""
 
 
+JUST_BELOW_0 = -1e-45
+"""Nothing in float32 lies between this and 0."""
+
+
+def where_above(bound: float, x: Tensor, value: Tensor) -> Tensor:
+    """``value`` where ``x > bound``, else 0: ``torch.where``, many times faster on a CPU."""
+    return torch.ops.aten.threshold_backward(value, x, bound)
+
+
+def where_between(low: float, high: float, x: Tensor, value: Tensor) -> Tensor:
+    """``value`` where ``low < x < high``, else 0."""
+    return torch.ops.aten.hardtanh_backward(value, x, low, high)
+
+
 class _Lower(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pre: Tensor) -> Tensor:
@@ -45,8 +59,9 @@ class _Lower(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (pre,) = ctx.saved_tensors
-        leaked = torch.where(pre <= 0, LEAK * grad.clamp(max=0), grad)
-        return torch.where(pre >= 1, torch.zeros_like(grad), leaked)
+        raising = grad.clamp(max=0)
+        below = raising - where_above(0.0, pre, raising)
+        return torch.add(where_between(0.0, 1.0, pre, grad), below, alpha=LEAK)
 
 
 def lower(pre: Tensor) -> Tensor:
@@ -57,9 +72,23 @@ def lower(pre: Tensor) -> Tensor:
     return _Lower.apply(pre)
 
 
+class _Upper(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor) -> Tensor:
+        ctx.save_for_backward(pre)
+        return torch.add(pre.clamp(0, 1), (pre - 1).clamp_(min=0), alpha=LEAK)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (pre,) = ctx.saved_tensors
+        from_0 = where_above(JUST_BELOW_0, pre, grad)
+        above_1 = where_above(1.0, pre, from_0)
+        return torch.add(from_0 - above_1, above_1, alpha=LEAK)
+
+
 def upper(pre: Tensor) -> Tensor:
     """The importance used in minimality: 0 below 0, ``pre`` up to 1, then on with slope 0.01."""
-    return torch.where(pre > 1, 1 + LEAK * (pre - 1), pre.clamp(min=0))
+    return _Upper.apply(pre)
 
 
 class Importances(dict[str, Tensor]):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -145,6 +145,22 @@ class Faithfulness(LossTerm):
         return [Pass({name: torch.ones_like(g) for name, g in importances.items()})]
 
 
+class _Power(torch.autograd.Function):
+    """``base ** p`` for bases above 0; its derivative divides the power by the base, which is cheaper than another power."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, p: float) -> Tensor:
+        power = base.pow(p)
+        ctx.save_for_backward(base, power)
+        ctx.p = p
+        return power
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        base, power = ctx.saved_tensors
+        return (grad * ctx.p).mul(power).div_(base), None
+
+
 @dataclass(frozen=True)
 class ImportanceMinimality(LossTerm):
     """Mean over real positions of ``sum_sites sum_c (upper(g) + eps)^p``; p goes linearly from ``p_start`` to ``p_final``.
@@ -171,7 +187,7 @@ class ImportanceMinimality(LossTerm):
     def value(self, step: Step) -> Float[Tensor, ""]:
         """Mean over batch and real positions of ``sum_sites sum_c (upper(g) + eps)^p``."""
         p, real = self.p(step.progress), step.importances.real
-        per_token = [(upper(pre) + self.eps).pow(p).sum(-1) for pre in step.importances.pre.values()]
+        per_token = [_Power.apply(upper(pre) + self.eps, p).sum(-1) for pre in step.importances.pre.values()]
         total = torch.stack(per_token).sum(0)
         return total.mean() if real is None else total[real].mean()
 
