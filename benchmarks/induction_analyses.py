@@ -81,7 +81,7 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     curve = rank1_curve(model, run, tokens, tau=2.0, last_token_only=True, points=24)
     greedy = greedy_run_path(model, run, tokens, tau=2.0, last_token_only=True)
     by_site = kept_by_site(run, run.importances(model, tokens), greedy, 0.01)
-    curve = pd.concat([curve, greedy[["kept", "kl"]].assign(method="spd_greedy", seed=-1)], ignore_index=True)
+    curve = pd.concat([curve, greedy[["method", "seed", "kept", "kl"]]], ignore_index=True)
     seconds = time.perf_counter() - started
     clean = tokens[:1]
     corrupted, m = clean.clone(), int(s1[0]) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shlex
 import sys
@@ -28,7 +29,8 @@ def small_host(monkeypatch: pytest.MonkeyPatch) -> HookedTransformer:
     """A tiny host in the place of a language model; its "tokenizer" reads digits."""
     model = tiny_host("llama", dtype=torch.float32)
     model.to_tokens = lambda text: torch.tensor([[int(letter) for letter in text]])
-    monkeypatch.setattr(cli, "load_host", lambda name: model)
+    model.asked_for = []
+    monkeypatch.setattr(cli, "load_host", lambda name: model.asked_for.append(name) or model)
     return model
 
 
@@ -47,7 +49,7 @@ def test_decompose_then_evaluate(
     small_host: HookedTransformer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    options = ["--prompts", "1234", "56", "--sites", "blocks.0.mlp.W_*", "--C", "4", "--steps", "3"]
+    options = ["--host", "my", "--prompts", "1234", "56", "--sites", "blocks.0.mlp.W_*", "--C", "4", "--steps", "3"]
     call(monkeypatch, "decompose", "--out", str(out), *options)
     printed = capsys.readouterr().out
     table = pd.read_csv(out / "evaluation.csv").set_index(["metric", "site"])
@@ -59,6 +61,7 @@ def test_decompose_then_evaluate(
 
     call(monkeypatch, "evaluate", str(out), "--thresholds", "0.5")  # on the prompts that decompose was given
     assert "Measured on:\n  '1234'\n  '56'\n" in capsys.readouterr().out
+    assert small_host.asked_for == ["my", "my"]
     again = pd.read_csv(out / "evaluation.csv").set_index(["metric", "site"]).value
     assert again["recon", "all"] == pytest.approx(table.loc[("recon", "all"), "after"], rel=1e-6)
     assert ("rounded@0.5", "all") in again.index
@@ -81,6 +84,36 @@ def test_the_report_of_a_decompose_folder_says_its_command(
     words[words.index("--out") + 1] = str(tmp_path / "again")
     call(monkeypatch, *words[1:])
     assert same_runs(spd.load(tmp_path / "run", small_host), spd.load(tmp_path / "again", small_host))
+
+    real, given = cli.report, []
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "report", lambda *args: given.append(args) or real(*args[:2]))
+        call(monkeypatch, "report", str(tmp_path / "run"), "-o", str(tmp_path / "viewed.html"), "--host", "my")
+    assert given[0][2:4] == (small_host, ["12 34", "5"])
+
+    settings = tmp_path / "run" / "settings.json"
+    good = json.loads(settings.read_text())
+    odd = [{"prompts": ["a\nb"]}, {"prompts": ["--out"]}, {"prompts": []}, {"seed": [1]}, {"steps": None}, {"lr": "-1"}]
+    for change in [*odd, {"prompts": ["x" * 2000]}, {"host": {"a": 1}}, {"more": 1}]:
+        settings.write_text(json.dumps(good | change))
+        call(monkeypatch, "report", str(tmp_path / "run"), "-o", str(tmp_path / "odd.html"))
+        assert "No one command is known" in (tmp_path / "odd.html").read_text(encoding="utf-8")
+    for prompts in ("12", [1], {"1": 2}):
+        settings.write_text(json.dumps(good | {"prompts": prompts}))
+        with pytest.raises(SystemExit, match="2"):
+            call(monkeypatch, "evaluate", str(tmp_path / "run"))
+
+
+def test_decompose_leaves_the_folder_of_an_experiment_alone(
+    small_host: HookedTransformer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompts", "12", "--sites", "blocks.0.mlp.W_in", "--C", "8", "--steps", "1"]
+    call(monkeypatch, "decompose", "--out", str(tmp_path / "run"), *options)
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, "decompose", "--out", str(tmp_path), *options)
+    assert "holds the Run of an experiment" in capsys.readouterr().err
+    assert (tmp_path / "settings.json").read_text() == "{}"
 
 
 def interrupt_at(call: int, patch: pytest.MonkeyPatch) -> None:
@@ -107,8 +140,10 @@ def test_an_interrupted_decompose_says_where_it_is_kept_and_resumes_to_the_same_
             call(monkeypatch, "decompose", "--out", str(tmp_path / "run"), *options)
     assert caught.value.code == 130
     kept = tmp_path / "run" / "checkpoint"
-    assert f"stopped after step 2 of 5. spd.load('{kept}', model)" in capsys.readouterr().err
-    spd.load(kept, small_host)
+    told = capsys.readouterr().err
+    call(monkeypatch, "evaluate", str(kept))
+    assert "Measured on:\n  '1234'\n  '56'\n" in capsys.readouterr().out
+    assert f"stopped after step 2 of 5. spd.load('{kept}', model)" in told
     call(monkeypatch, "decompose", "--out", str(tmp_path / "run"), *options, "--resume")
     assert same_runs(spd.load(tmp_path / "run", small_host), spd.load(tmp_path / "unbroken", small_host))
 

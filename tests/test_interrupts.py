@@ -264,7 +264,7 @@ def test_an_interrupt_at_any_moment_leaves_no_folder_locked(tmp_path: Path, by: 
 def test_an_interrupt_at_any_moment_leaves_no_gradients_on(by: str) -> None:
     model = tiny_host("shortformer", n_layers=1)
     run = tiny_run(model, "blocks.0.attn.W_Q")
-    trainer = _Trainer(model, run, make_settings("blocks.0.attn.W_Q", 2, spd.Vector(d_gate=2), None, 1), {})
+    trainer = _Trainer(model, run, make_settings("blocks.0.attn.W_Q", 2, spd.Vector(d_gate=2), None, 1), {"data": None})
     whole = Interrupter(by)
     whole(lambda: through(trainer.training(None)))
     assert len(whole.reached) > 50

@@ -891,6 +891,7 @@ KNOWN: dict[str, tuple[Any, Any]] = {  # the same data twice for trainings to co
     ),
     "batches": ([TOKENS, OTHER], [OTHER, TOKENS]),
     "split otherwise": ([TOKENS, OTHER], [torch.cat([TOKENS, OTHER])]),
+    "a pair, not two batches": ((TOKENS, torch.ones_like(TOKENS)), [TOKENS, torch.ones_like(TOKENS)]),
 }
 
 
@@ -909,6 +910,31 @@ def test_a_run_of_other_data_is_not_replaced_and_not_resumed(tmp_path: Path, nam
     made = tiny_decompose(model, lambda *_: OTHER, out=tmp_path)  # nothing is known of these
     assert made.settings["data"] is None
     assert first.settings["data"] is not None
+
+
+def test_the_same_data_is_the_same_in_any_form(tmp_path: Path) -> None:
+    model = tiny_host()
+    first = tiny_decompose(model, TOKENS, out=tmp_path)
+    for data in (TOKENS.int(), (TOKENS, None), (TOKENS, torch.ones_like(TOKENS)), [TOKENS], [(TOKENS, None)]):
+        assert tiny_decompose(model, data, out=tmp_path).settings == first.settings
+
+
+@pytest.mark.parametrize("known", ["first", "then", "both"])
+def test_only_what_all_steps_were_made_on_is_kept(tmp_path: Path, known: str) -> None:
+    model, settings = tiny_host(), {"out": tmp_path, "checkpoint_every": 1}
+    made = lambda *_: TOKENS  # noqa: E731
+
+    def show(trainer: Any, bar: Any) -> None:
+        if trainer.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl_spd.train._Trainer, "show", show)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_decompose(model, made if known == "then" else TOKENS, **settings)
+    run = tiny_decompose(model, made if known == "first" else TOKENS, resume=True, **settings)
+    assert (run.settings["data"] is not None) == (known == "both")
+    assert same_runs(run, tiny_decompose(model))
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -28,9 +28,9 @@ from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.hosts import load_host, processing_of
 from tl_spd.run import new_run
 from tl_spd.sites import find_sites
-from tl_spd.storage import locked, readable
+from tl_spd.storage import holds_record, locked, readable
 from tl_spd.suppress import load_weights
-from tl_spd.views.pieces import read_json
+from tl_spd.views.pieces import MOST_TEXT, read_json
 from tl_spd.views.report import locate, report
 
 PROMPTS = (
@@ -140,6 +140,8 @@ class Decompose:
         return dict(json.loads(json.dumps(values)))
 
     def _run(self) -> None:
+        if holds_record(self.out / "run"):
+            raise ValueError(f"{self.out} holds the Run of an experiment, in its folder run. Give another --out.")
         model = load_host(self.host)
         print(f"{self.host}: processing {processing_of(model)}")
         tokens, mask = tokenize(model, self.prompts)
@@ -148,9 +150,25 @@ class Decompose:
         counts = dict.fromkeys((site.name for site in sites), self.C)
         before = new_run(model, sites, counts, importance, self.init, self.seed, (tokens, mask))
         table = {"before": evaluate(model, before, tokens, mask)}
-        run = spd.decompose(
+        try:
+            run = self._decompose(model, (tokens, mask), importance)
+        except KeyboardInterrupt:
+            self._write_settings()
+            raise
+        self._write_settings()
+        table["after"] = evaluate(model, run, tokens, mask)
+        report = pd.concat({name: rows.set_index(["metric", "site"]).value for name, rows in table.items()}, axis=1)
+        report.to_csv(self.out / "evaluation.csv")
+        print(report.to_string(float_format=lambda value: f"{value:.4g}"))
+        print(f"The Run is in {self.out}; spd.load({str(self.out)!r}, model) reads it.")
+
+    def _write_settings(self) -> None:
+        (self.out / "settings.json").write_text(json.dumps(self.settings(), indent=1), encoding="utf-8")
+
+    def _decompose(self, model: Any, data: Any, importance: spd.ImportanceSpec) -> spd.Run:
+        return spd.decompose(
             model,
-            (tokens, mask),
+            data,
             sites=self.sites,
             C=self.C,
             importance=importance,
@@ -163,12 +181,6 @@ class Decompose:
             checkpoint_every=self.checkpoint_every,
             resume=self.resume,
         )
-        table["after"] = evaluate(model, run, tokens, mask)
-        report = pd.concat({name: rows.set_index(["metric", "site"]).value for name, rows in table.items()}, axis=1)
-        report.to_csv(self.out / "evaluation.csv")
-        (self.out / "settings.json").write_text(json.dumps(self.settings(), indent=1), encoding="utf-8")
-        print(report.to_string(float_format=lambda value: f"{value:.4g}"))
-        print(f"The Run is in {self.out}; spd.load({str(self.out)!r}, model) reads it.")
 
 
 @dataclass
@@ -195,7 +207,7 @@ class Evaluate:
             tokens, mask = task.sample(EVALUATED, torch.Generator().manual_seed(EVALUATION_SEED))[0], None
         else:
             prompts = self.prompts or _prompts(beside, settings) or PROMPTS
-            model = load_host(self.host or settings.get("host", "smollm2"))
+            model = load_host(self.host or str(settings.get("host", "smollm2")))
             tokens, mask = tokenize(model, prompts)
             print("Measured on:", *map(repr, prompts), sep="\n  ")
         run, last = spd.load(folder, model), mask is None
@@ -215,7 +227,7 @@ class Report:
     host: str | None = None
     """The Run's host, for views: whatever decompose --host takes. An induction folder holds its own."""
     prompts: tuple[str, ...] = ()
-    """Texts for the views; default those of the folder (what decompose was given, the pair of facts), else a few sentences."""
+    """Texts for the views, with --host; default those of the folder (what decompose was given, the pair of facts)."""
 
     def run(self) -> None:
         """Write the report and say where it is."""
@@ -241,7 +253,10 @@ def _prompts(beside: Path, settings: dict[str, Any]) -> list[str]:
     """The prompts that the folder's Run was made on, of ``tl-spd decompose`` or ``facts``; none for another folder."""
     with readable(f"Asked for the prompts of {beside}. Found:"):
         pair = [fact["prompt"] for fact in settings.get("facts", {}).get("pair", ())]
-        return [str(prompt) for prompt in (pair or settings.get("prompts", ()))]
+        prompts = pair or settings.get("prompts", [])
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise TypeError(f"prompts are {prompts!r:.100}, which is no list of texts")
+        return prompts
 
 
 def _own_target(beside: Path, settings: dict[str, Any]) -> tuple[Any, InductionTask] | None:
@@ -258,9 +273,7 @@ def _own_target(beside: Path, settings: dict[str, Any]) -> tuple[Any, InductionT
 def _command(settings: dict[str, Any], out: Path) -> str:
     """The command with exactly these settings; empty if there is none."""
     if settings.keys() == Decompose(out).settings().keys():
-        given = {f"--{name.replace('_', '-')}": value for name, value in settings.items()} | {"--out": str(out)}
-        options = (shlex.join([name, *map(str, v if isinstance(v, list) else [v])]) for name, v in given.items())
-        return " ".join(["tl-spd decompose", *options])
+        return _decompose_command(settings, out)
     seed = settings.get("seed", 0)
     plain: dict[str, Callable[[str], Any]] = {
         "induction": lambda preset: InductionSettings.preset(preset, seed).plain(),
@@ -271,6 +284,19 @@ def _command(settings: dict[str, Any], out: Path) -> str:
             if plain[command](preset) == settings:
                 return f"tl-spd {command} --preset {preset} --seed {seed} --out {shlex.quote(str(out))}"
     return ""
+
+
+def _decompose_command(settings: dict[str, Any], out: Path) -> str:
+    """``tl-spd decompose`` with these settings; empty where a shell would not pass them on as they are."""
+    words = ["tl-spd", "decompose", "--out", str(out)]
+    for name, default in Decompose(out).settings().items():
+        given = settings[name] if isinstance(settings[name], list) else [settings[name]]
+        of_one_type = type(settings[name]) is type(default) and all(type(one) in (str, int, float) for one in given)
+        if not given or not of_one_type or not all(str(one).isprintable() and str(one)[:1] != "-" for one in given):
+            return ""
+        words += [f"--{name.replace('_', '-')}", *map(str, given)]
+    command = shlex.join(words)
+    return command if len(command) <= 3 * MOST_TEXT else ""
 
 
 def main() -> None:

@@ -113,13 +113,14 @@ class Batches:
         """The batch of step 0 where it was asked for beforehand, and the generator's state behind it."""
 
     def digest(self) -> str | None:
-        """SHA-256 (16 hexadecimal digits) of all tokens and masks; None where they are made on the way."""
+        """SHA-256 (16 hexadecimal digits) of every batch's tokens and mask; None where batches are made on the way."""
         if not self.whole and not isinstance(self.data, list | tuple):
             return None
         known = hashlib.sha256()
         for batch in (self.data,) if self.whole else self.data:
-            for part in batch if isinstance(batch, tuple | list) else (batch,):
-                known.update(f"{None if part is None else tuple(part.shape)}".encode())
+            tokens, mask = (*(batch if isinstance(batch, tuple | list) else (batch,)), None)[:2]
+            for part in (tokens, None if mask is None or bool(mask.all()) else mask):
+                known.update(f"{None if part is None else tuple(part.shape)};".encode())
                 if part is not None:
                     known.update(part.detach().to("cpu", torch.long).contiguous().numpy())
         return known.hexdigest()[:16]

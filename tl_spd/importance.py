@@ -37,7 +37,7 @@ LEAK = 0.01
 
 
 JUST_BELOW_0 = -1e-45
-"""Nothing in float32 lies between this and 0."""
+"""Nothing in float32 lies between this and 0; what does in float64 counts as 0."""
 
 
 def where_above(bound: float, x: Tensor, value: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _Lower(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (pre,) = ctx.saved_tensors
         raising = grad.clamp(max=0)
-        below = raising - where_above(0.0, pre, raising)
+        below = where_above(JUST_BELOW_0, -pre, raising)
         return torch.add(where_between(0.0, 1.0, pre, grad), below, alpha=LEAK)
 
 

@@ -63,7 +63,7 @@ def decompose(
         data: a token tensor ``[batch, pos]`` or a tuple ``(tokens, attention_mask)``, an iterable of batches, or a function
             ``(step, generator) -> batch``. A batch is either of the first two; the generator is on the CPU.
         out: a folder for the Run, and for checkpoints (Runs too) every ``checkpoint_every`` steps and on KeyboardInterrupt.
-            Nobody else may write there meanwhile, and it may not hold a Run of other settings or data.
+            Nobody else may write there meanwhile; it may not hold a Run of other settings or (known beforehand) tokens.
         resume: continue from ``out/checkpoint``, or return the finished Run in ``out``. All else must be the same.
         check_memory: warn where :func:`~tl_spd.memory.estimate_memory` is above what is free, refuse what can never fit.
         losses, settings: fields of :class:`~tl_spd.settings.Settings`; losses default to ``paper_losses("gpt2")``.
@@ -182,8 +182,11 @@ def _check_free(out: Path, now: Mapping[str, Any]) -> None:
 
 def _written(out: Path, record: Mapping[str, Any]) -> bool:
     """Whether ``out`` holds the Run of a finished training whose last checkpoint has this record."""
-    keys = ("fingerprint", "settings", "history")
-    return storage.holds_record(out) and all(storage.read_record(out).get(key) == record.get(key) for key in keys)
+    if not storage.holds_record(out):
+        return False
+    run = storage.read_record(out)
+    same = all(run.get(key) == record.get(key) for key in ("fingerprint", "history"))
+    return same and not _changed(run["settings"], record["settings"])
 
 
 class _Trainer:
@@ -191,7 +194,8 @@ class _Trainer:
 
     def __init__(self, model: HookedTransformer, run: Run, settings: Settings, described: dict[str, Any]):
         self.run, self.settings = run, settings
-        run.settings = run.settings or described  # a resumed Run has its own, which may say more of the data
+        same = run.settings.get("data", described["data"]) == described["data"]  # the whole training's, or not known
+        run.settings = described if same else described | {"data": None}
         self.engine = Engine(model, run, settings.last_token_only, settings.max_rows)
         self.weights = host_weights(model, run)
         self.parameters = run.named_parameters()

@@ -9,7 +9,10 @@ from torch import Tensor
 import tl_spd as spd
 from tests.tiny import tiny_host, tiny_padding, tiny_run, tiny_tokens, unchanged
 from tl_spd.analysis import run_pruning
+from tl_spd.analysis.pruning import TIE
 from tl_spd.analysis.run_pruning import greedy_run_path
+from tl_spd.engine import Batch
+from tl_spd.importance import Importances
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer
 
@@ -93,3 +96,28 @@ def test_of_equal_ones_the_first_is_taken() -> None:
     path = greedy_run_path(model, run, tiny_tokens(), tau=10.0)
     removed = path[path.site == "blocks.1.attn.W_V"].subcomponent.tolist()
     assert removed == [0, 2]
+
+
+def test_what_is_on_at_padding_only_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, run), mask = tiny("gpt2"), tiny_padding("right")
+    real, importances = mask.bool(), run_pruning.Engine.importances
+
+    def odd(engine: run_pruning.Engine, batch: Batch) -> Importances:
+        g = importances(engine, batch)
+        g["blocks.0.attn.W_V"][..., 0] *= ~real
+        assert g["blocks.0.attn.W_V"][..., 0].any()
+        return g
+
+    monkeypatch.setattr(run_pruning.Engine, "importances", odd)
+    path = greedy_run_path(model, run, tiny_tokens(), mask, tau=10.0)
+    assert path.kept[0] == 7
+    assert not ((path.site == "blocks.0.attn.W_V") & (path.subcomponent == 0)).any()
+
+
+def test_kls_that_differ_by_rounding_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later ones are lower, by a thousandth of a step."""
+    model, run = tiny("gpt2")
+    monkeypatch.setattr(run_pruning, "_kls", lambda *args: [TIE * (5.5 - 0.001 * at) for at in range(len(args[-1]))])
+    path = greedy_run_path(model, run, tiny_tokens(), tau=10.0)
+    assert path.subcomponent[1:].tolist() == [0, 2] * 4
+    assert path.site[1:].tolist() == [name for name in run.components for _ in range(2)]

@@ -309,13 +309,14 @@ def rank1_curve(
     seeds: Sequence[int] = (0, 1, 2),
     max_rows: int | None = None,
 ) -> pd.DataFrame:
-    """Kept rank-1 pieces against output KL on ``tokens``, on the Run's sites, for four ways of choosing what to keep.
+    """Kept rank-1 pieces against output KL on ``tokens``, on the Run's sites, for three ways of choosing what to keep.
 
     ``svd``: every round of :func:`greedy_svd_path` up to ``tau``, after a row with everything kept. ``spd``: the Run's
     subcomponents whose mean importance over the real tokens is above a threshold, for each of ``thresholds`` (default: about
     ``2 * points`` of them, denser where few or nearly all are kept). ``random``: a random order of all singular terms per
-    seed, cut at such counts. What is kept is kept at every token (mask 1, else 0); in ``spd_masked``, the same choices as
-    ``spd``, at its importance there. :func:`~tl_spd.analysis.run_pruning.greedy_run_path` chooses among those as ``svd`` does.
+    seed, cut at such counts. What is kept is kept at every token (mask 1, else 0). ``spd_masked``: the choices of ``spd``,
+    but each subcomponent at its importance there; :func:`~tl_spd.analysis.run_pruning.greedy_run_path` has that with the
+    greedy choices of ``svd``.
 
     Returns:
         One row per point: ``method, seed`` (-1 where nothing is random), ``kept, kl`` (nats, a mean over scored positions).

@@ -43,7 +43,8 @@ def greedy_run_path(
 
     Returns:
         One row per round: ``round, site, subcomponent`` (removed), ``kept`` (all sites together), ``kl``. Row 0 is the masked
-        model with all that is on at any real token; nothing is removed there (``""``, -1).
+        model with all that is on at any real token; nothing is removed there (``""``, -1). With ``method`` ("spd_greedy") and
+        ``seed`` (-1) the rows continue those of :func:`~tl_spd.analysis.pruning.rank1_curve`.
 
     Raises:
         ValueError, TypeError: ``tau`` below 0; tokens or a mask that do not fit the host.
@@ -63,7 +64,8 @@ def greedy_run_path(
         name, c = kept.pop(best)
         g = _without(g, name, c)
         rows.append((len(rows), name, c, len(kept), kls[best]))
-    return pd.DataFrame(rows, columns=["round", "site", "subcomponent", "kept", "kl"])
+    table = pd.DataFrame(rows, columns=["round", "site", "subcomponent", "kept", "kl"])
+    return table.assign(method="spd_greedy", seed=-1)
 
 
 def _without(masks: dict[str, Tensor], name: str, c: int) -> dict[str, Tensor]:

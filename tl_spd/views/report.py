@@ -34,6 +34,8 @@ MOST_BYTES = 15_000_000
 MOST_ROWS = 200
 MOST_SUBCOMPONENTS = 20
 """Most subcomponents of each site in the picker, those of largest mean importance."""
+INNER = ("run", "checkpoint")
+"""Folders of a Run whose tables lie one above."""
 FIRST = ("metrics", "evaluation", "summary", "active", "unique", "selections")
 """Tables in front of the others."""
 SHOWN_OPEN = pieces.MOST_FULL
@@ -92,7 +94,7 @@ def report(
 
 
 def locate(folder: str | Path) -> tuple[Path, Path]:
-    """The folder of the Run in ``folder`` (itself, or ``run`` in it), and the one where the experiment's tables lie.
+    """The folder of the Run in ``folder`` (itself, or ``run`` in it), and the one where its settings and tables lie.
 
     Raises:
         StorageError: there is no Run.
@@ -104,7 +106,7 @@ def locate(folder: str | Path) -> tuple[Path, Path]:
         found = f"neither {RECORD} nor run/{RECORD} in it" if folder.is_dir() else "no such folder"
         raise StorageError(f"Asked for the Run in {folder}. Found: {found}. Give the folder that --out named.")
     parent = folder.resolve().parent
-    return folder, parent if folder.resolve().name == "run" and (parent / "settings.json").is_file() else folder
+    return folder, parent if folder.resolve().name in INNER and (parent / "settings.json").is_file() else folder
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
