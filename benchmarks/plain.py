@@ -207,3 +207,48 @@ def plain_step(
     total = torch.stack([term.coeff * values[term.name] for term in terms]).sum()
     gradients = torch.autograd.grad(total, run.parameters(), allow_unused=True, materialize_grads=True)
     return {name: value.detach() for name, value in values.items()}, list(gradients)
+
+
+def plain_step_by_pass(
+    model: HookedTransformer,
+    run: Run,
+    terms: Sequence[LossTerm],
+    tokens: Tensor,
+    generator: torch.Generator,
+    attention_mask: Tensor | None = None,
+    last_token_only: bool = False,
+    progress: float = 0.0,
+) -> list[Tensor]:
+    """The gradients of :func:`plain_step`, every pass differentiated before the next: one pass's graph is held at a time.
+
+    Passes see importances that are cut off from the functions; what arrives there goes on through the functions once.
+    Reconstruction terms, Faithfulness and ImportanceMinimality only.
+    """
+    inputs, lookups, logits = original(model, run, tokens, attention_mask)
+    found = importances(model, run, inputs, lookups, attention_mask)
+    cut = Importances(found.pre, found.lookups, found.real)
+    cut.update({name: value.detach().requires_grad_() for name, value in found.items()})
+    parameters = list(run.parameters())
+    wanted = [*parameters, *cut.values()]
+    sums = [torch.zeros_like(each) for each in wanted]
+
+    def add(value: Tensor) -> None:
+        gradients = torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True)
+        for total, gradient in zip(sums, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+
+    for term in terms:
+        if isinstance(term, ReconTerm) and type(term).value is ReconTerm.value:
+            passes = term.passes(cut, generator)
+            for entry in passes:
+                args = (entry, cut, logits, attention_mask, last_token_only)
+                add(term.coeff / len(passes) * kl(model, run, tokens, *args))
+        elif isinstance(term, Faithfulness):
+            add(term.coeff * faithfulness(model, run))
+        else:
+            assert isinstance(term, ImportanceMinimality)
+            add(term.coeff * minimality(term, found, progress))
+    arrived = sums[len(parameters) :]
+    through = torch.autograd.grad(list(found.values()), parameters, arrived, allow_unused=True)
+    return [total if more is None else total + more for total, more in zip(sums, through, strict=False)]

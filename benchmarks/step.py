@@ -17,7 +17,7 @@ import tyro
 
 import tl_spd as spd
 from benchmarks.common import DEVICE, alternate, markdown, publish
-from benchmarks.plain import plain_step
+from benchmarks.plain import plain_step, plain_step_by_pass
 from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.losses import Step, host_weights
@@ -31,8 +31,10 @@ class Arguments:
 
     rounds: int = 7
     gpt2_layers: tuple[int, ...] = (1, 2, 4)
-    """Also GPT-2-small shapes with random weights and so many blocks: the plain version keeps the graph of all its passes,
-    which for 12 blocks (72 sites) does not fit 24 GB; `benchmarks.memory` measures ours there."""
+    """Also GPT-2-small shapes with random weights and so many blocks. The plain version keeps the graph of all its passes,
+    which for 12 blocks (72 sites) does not fit 24 GB."""
+    gpt2_by_pass: tuple[int, ...] = (2, 12)
+    """So many blocks beside a plain version that differentiates every pass before the next one."""
 
 
 def gemm_rate() -> float:
@@ -59,8 +61,9 @@ def make_steps(
     terms: tuple[spd.LossTerm, ...],
     sample: Callable[[], torch.Tensor],
     last_token_only: bool,
+    by_pass: bool = False,
 ) -> dict[str, Callable[[], Any]]:
-    """One training step of each version, on the same parameters."""
+    """One training step of each version, on the same parameters; the plain one's passes differentiated together or one by one."""
     engine, weights = Engine(model, run, last_token_only), host_weights(model, run)
     generator = torch.Generator(DEVICE).manual_seed(0)
     run.requires_grad_(True)
@@ -79,7 +82,8 @@ def make_steps(
         optimizer.step()
 
     def plain() -> None:
-        _, gradients = plain_step(model, run, terms, sample().to(DEVICE), generator, None, last_token_only, 0.5)
+        args = (model, run, terms, sample().to(DEVICE), generator, None, last_token_only, 0.5)
+        gradients = plain_step_by_pass(*args) if by_pass else plain_step(*args)[1]
         for parameter, gradient in zip(run.parameters(), gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
@@ -111,15 +115,16 @@ def gpt2_host(layers: int = 12) -> HookedTransformer:
         return HookedTransformer(config)
 
 
-def gpt2_case(rounds: int, layers: int) -> dict[str, Any]:
+def gpt2_case(rounds: int, layers: int, by_pass: bool = False) -> dict[str, Any]:
     """GPT-2-small shapes, random weights: B 2, length 9, all matrices of all blocks, C 256, scalar gates, seven losses."""
     model = gpt2_host(layers)
     sites = find_sites(model, "blocks.*")
     run = new_run(model, sites, dict.fromkeys((site.name for site in sites), 256), spd.Scalar(16))
     terms = tuple(replace(term) for term in spd.paper_losses("gpt2"))
     generator = torch.Generator().manual_seed(0)
-    steps = make_steps(model, run, terms, lambda: torch.randint(0, 50257, (2, 9), generator=generator), False)
-    return {"case": f"GPT-2 shapes, {layers} layers, {len(sites)} sites", **alternate(steps, rounds, warm_up=1)}
+    steps = make_steps(model, run, terms, lambda: torch.randint(0, 50257, (2, 9), generator=generator), False, by_pass)
+    name = f"GPT-2 shapes, {layers} layers, {len(sites)} sites" + by_pass * ", plain pass by pass"
+    return {"case": name, **alternate(steps, rounds, warm_up=1)}
 
 
 def main(arguments: Arguments) -> None:
@@ -130,6 +135,7 @@ def main(arguments: Arguments) -> None:
         for importance in (spd.Vector(16), spd.Attention(16))
     ]
     rows += [gpt2_case(max(1, arguments.rounds // 3), layers) for layers in arguments.gpt2_layers]
+    rows += [gpt2_case(max(1, arguments.rounds // 3), layers, by_pass=True) for layers in arguments.gpt2_by_pass]
     table = pd.DataFrame(rows).set_index("case")
     table["plain / ours"] = table.plain / table.ours
     table["ours / floor"] = table.ours / table.floor

@@ -117,6 +117,15 @@ def test_values_and_gradients_are_the_plain_versions(style: str) -> None:
     assert_same(got, want, TOLERANCE[torch.float64])
 
 
+def test_the_plain_versions_agree() -> None:
+    """All passes differentiated together, or one by one."""
+    model, tokens, mask = tiny_host("gpt2"), tiny_tokens(), tiny_padding("left")
+    run = tiny_run(model)
+    _, want = plain.plain_step(model, run, TERMS, tokens, generator(3), mask, progress=0.3)
+    got = plain.plain_step_by_pass(model, run, TERMS, tokens, generator(3), mask, progress=0.3)
+    assert_same(({}, got), ({}, want), TOLERANCE[torch.float64])
+
+
 @pytest.mark.parametrize(("style", "side"), [*SIDES, *((style, "left") for style in MORE_STYLES)])
 def test_with_padding(style: str, side: str) -> None:
     """The same in every style."""
