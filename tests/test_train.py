@@ -970,6 +970,7 @@ def test_a_new_start_does_not_overwrite_an_unfinished_one(stopped: Any) -> None:
 SPOILT: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
     "a run": (lambda record, tensors: record.pop("step"), "holds no training state"),
     "no settings": (lambda record, tensors: record.update(settings=None), "holds no training state"),
+    "step below 0": (lambda record, tensors: record.update(step=-1), "at step -1 of 4"),
     "step beyond the end": (lambda record, tensors: record.update(step=5), "at step 5 of 4"),
     "step no number": (lambda record, tensors: record.update(step=True), "holds no training state"),
     "one of three": (lambda record, tensors: tensors.pop("training/optimizer/0/exp_avg"), "wanted .'step', 'exp_avg'"),

@@ -175,6 +175,7 @@ class Decompose:
             losses=spd.paper_losses("gpt2"),
             steps=self.steps,
             optimizer=spd.Optimizer(lr=self.lr, component_lr=self.component_lr),
+            schedule=spd.Schedule(warmup=0.1),  # Adam's first full steps threw importances about on one seed of three
             init=self.init,
             seed=self.seed,
             out=self.out,

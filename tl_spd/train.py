@@ -148,7 +148,8 @@ def _read_checkpoint(
     then, step = record.get("settings"), record.get("step")
     if not isinstance(then, dict) or type(step) is not int or type(then.get("steps")) is not int:
         raise storage.StorageError(f"{folder} holds no training state; it is no checkpoint of spd.decompose.")
-    if not 0 <= step <= (steps := then["steps"]):
+    steps = then["steps"]
+    if not 0 <= step <= steps:
         raise storage.StorageError(f"{folder} is damaged: it is at step {step} of {steps}. Use a backup, or remove it.")
     if not resume and not (step == steps and _written(folder.parent, record)):
         raise ValueError(
