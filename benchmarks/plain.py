@@ -15,7 +15,7 @@ into a host (``pass_hooks``) are the package's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -180,75 +180,65 @@ def plain_step(
     attention_mask: Tensor | None = None,
     last_token_only: bool = False,
     progress: float = 0.0,
+    by_pass: bool = False,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Values of the terms before their coefficients, and the gradients of the weighted sum for ``run.parameters()``.
 
     The Run's parameters must require gradients. As in training, reconstruction terms draw their masks first, in order.
-    """
-    inputs, lookups, logits = original(model, run, tokens, attention_mask)
-    found = importances(model, run, inputs, lookups, attention_mask)
-
-    def all_kl(passes: Sequence[Pass]) -> Tensor:
-        args = (found, logits, attention_mask, last_token_only)
-        return torch.stack([kl(model, run, tokens, entry, *args) for entry in passes])
-
-    values: dict[str, Tensor] = {}
-    chosen = [(term, term.passes(found, generator)) for term in terms if type(term).value is ReconTerm.value]
-    for term, passes in chosen:
-        values[term.name] = all_kl(passes).mean()
-    for term in terms:
-        if isinstance(term, Faithfulness):
-            values[term.name] = faithfulness(model, run)
-        elif isinstance(term, ImportanceMinimality):
-            values[term.name] = minimality(term, found, progress)
-        elif term.name not in values:
-            weights = {site.name: weight(model, site) for site in run.sites}
-            values[term.name] = term.value(Step(run, found, weights, progress, generator, all_kl))
-    total = torch.stack([term.coeff * values[term.name] for term in terms]).sum()
-    gradients = torch.autograd.grad(total, run.parameters(), allow_unused=True, materialize_grads=True)
-    return {name: value.detach() for name, value in values.items()}, list(gradients)
-
-
-def plain_step_by_pass(
-    model: HookedTransformer,
-    run: Run,
-    terms: Sequence[LossTerm],
-    tokens: Tensor,
-    generator: torch.Generator,
-    attention_mask: Tensor | None = None,
-    last_token_only: bool = False,
-    progress: float = 0.0,
-) -> list[Tensor]:
-    """The gradients of :func:`plain_step`, every pass differentiated before the next: one pass's graph is held at a time.
-
-    Passes see importances that are cut off from the functions; what arrives there goes on through the functions once.
-    Reconstruction terms, Faithfulness and ImportanceMinimality only.
+    ``by_pass``: every pass is differentiated before the next one, so that the graph of one pass is held at a time. Passes then
+    see importances that are cut off from the functions; what arrives there goes on through the functions once.
     """
     inputs, lookups, logits = original(model, run, tokens, attention_mask)
     found = importances(model, run, inputs, lookups, attention_mask)
     cut = Importances(found.pre, found.lookups, found.real)
     cut.update({name: value.detach().requires_grad_() for name, value in found.items()})
-    parameters = list(run.parameters())
+    shown, parameters = cut if by_pass else found, list(run.parameters())
     wanted = [*parameters, *cut.values()]
-    sums = [torch.zeros_like(each) for each in wanted]
+    sums = [torch.zeros_like(each) for each in wanted] if by_pass else []
 
-    def add(value: Tensor) -> None:
-        gradients = torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True)
-        for total, gradient in zip(sums, gradients, strict=True):
+    def add(total: Tensor) -> None:
+        gradients = torch.autograd.grad(total, wanted, retain_graph=True, allow_unused=True)
+        for into, gradient in zip(sums, gradients, strict=True):
             if gradient is not None:
-                total += gradient
+                into += gradient
 
-    for term in terms:
-        if isinstance(term, ReconTerm) and type(term).value is ReconTerm.value:
-            passes = term.passes(cut, generator)
-            for entry in passes:
-                args = (entry, cut, logits, attention_mask, last_token_only)
-                add(term.coeff / len(passes) * kl(model, run, tokens, *args))
-        elif isinstance(term, Faithfulness):
-            add(term.coeff * faithfulness(model, run))
+    def one_kl(entry: Pass) -> Tensor:
+        return kl(model, run, tokens, entry, shown, logits, attention_mask, last_token_only)
+
+    values, total = dict.fromkeys((term.name for term in terms), torch.zeros(())), torch.zeros(())
+    for term, share, value in parts(model, run, terms, shown, generator, progress, one_kl):
+        values[term.name] = values[term.name] + share * value.detach()
+        if by_pass:
+            add(term.coeff * share * value)
         else:
-            assert isinstance(term, ImportanceMinimality)
-            add(term.coeff * minimality(term, found, progress))
+            total = total + term.coeff * share * value
+    if not by_pass:
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
+        return values, list(gradients)
     arrived = sums[len(parameters) :]
-    through = torch.autograd.grad(list(found.values()), parameters, arrived, allow_unused=True)
-    return [total if more is None else total + more for total, more in zip(sums, through, strict=False)]
+    add(torch.stack([(value * gradient).sum() for value, gradient in zip(found.values(), arrived, strict=True)]).sum())
+    return values, sums[: len(parameters)]
+
+
+def parts(
+    model: HookedTransformer,
+    run: Run,
+    terms: Sequence[LossTerm],
+    shown: Importances,
+    generator: torch.Generator,
+    progress: float,
+    one_kl: Callable[[Pass], Tensor],
+) -> Iterator[tuple[LossTerm, float, Tensor]]:
+    """Every term with its values and the share of each in it: a reconstruction term has one per pass, made when asked for."""
+    chosen = [(term, term.passes(shown, generator)) for term in terms if type(term).value is ReconTerm.value]
+    for term, passes in chosen:
+        yield from ((term, 1 / len(passes), one_kl(entry)) for entry in passes)
+    for term in terms:
+        if isinstance(term, Faithfulness):
+            yield term, 1.0, faithfulness(model, run)
+        elif isinstance(term, ImportanceMinimality):
+            yield term, 1.0, minimality(term, shown, progress)
+        elif type(term).value is not ReconTerm.value:
+            weights = {site.name: weight(model, site) for site in run.sites}
+            all_kl = lambda passes: torch.stack([one_kl(entry) for entry in passes])  # noqa: E731
+            yield term, 1.0, term.value(Step(run, shown, weights, progress, generator, all_kl))

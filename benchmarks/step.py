@@ -17,7 +17,7 @@ import tyro
 
 import tl_spd as spd
 from benchmarks.common import DEVICE, alternate, markdown, publish
-from benchmarks.plain import plain_step, plain_step_by_pass
+from benchmarks.plain import plain_step
 from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.losses import Step, host_weights
@@ -83,7 +83,7 @@ def make_steps(
 
     def plain() -> None:
         args = (model, run, terms, sample().to(DEVICE), generator, None, last_token_only, 0.5)
-        gradients = plain_step_by_pass(*args) if by_pass else plain_step(*args)[1]
+        _, gradients = plain_step(*args, by_pass=by_pass)
         for parameter, gradient in zip(run.parameters(), gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()

@@ -37,9 +37,8 @@ def contributions(
     for site in run.sites:
         parts, x = run.components[site.name], seen.inputs[site.name]
         written = importances[site.name] * parts.inner(x).abs() * parts.write.norm(dim=1)
-        whole = (
-            (seen.rows[site.name] if site.lookup else x @ weight(model, site)).to(written).norm(dim=-1, keepdim=True)
-        )
+        output = seen.rows[site.name] if site.lookup else x @ weight(model, site)
+        whole = output.to(written).norm(dim=-1, keepdim=True)
         there = whole > 0 if real is None else (whole > 0) & real[..., None]
         found[site.name] = torch.where(there, written / whole, 0.0)
     return found

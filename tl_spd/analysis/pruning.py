@@ -78,7 +78,7 @@ def level(kl: float) -> float:
 
 
 def check_tau(tau: float) -> None:
-    """ValueError unless ``tau`` is a KL that can be reached."""
+    """ValueError unless ``tau`` is at least 0."""
     if not tau >= 0:
         raise ValueError(f"tau must be a number of nats of at least 0, found {tau}.")
 
