@@ -39,7 +39,10 @@ PROMPTS = (
     "The capital of France is Paris",
     "The opposite of hot is cold",
 )
-PRESETS = {"induction": ("quick", "cpu", "cpu-paper-losses", "paper"), "facts": ("quick", "cpu", "gpt2")}
+PRESETS = {
+    "induction": ("quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"),
+    "facts": ("quick", "cpu", "gpt2"),
+}
 SAMPLED_PROMPTS = 3
 """Sequences of the induction task that a report shows."""
 EVALUATED = 256
@@ -54,7 +57,7 @@ class Induction:
 
     out: Path
     """Folder for the results."""
-    preset: Literal["quick", "cpu", "cpu-paper-losses", "paper"] = "quick"
+    preset: Literal["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"] = "quick"
     """quick: 6 minutes on two cores; cpu: 15; paper: the paper's batch and steps."""
     seed: int = 0
     resume: bool = False

@@ -144,6 +144,18 @@ def test_a_short_training_moves_weights_and_leaves_biases_at_zero() -> None:
     assert torch.equal(again.model.W_E, result.model.W_E)
 
 
+@pytest.mark.parametrize("rank", [1, 3, 16])
+def test_qk_rank_holds_through_the_training(rank: int) -> None:
+    settings = TargetSettings(steps=60, batch_size=16, decay_from=0, qk_rank=rank)
+    model = train_target(TASK, settings, progress=False).model
+    for layer, ranks in enumerate((rank, 16)):
+        attn = model.blocks[layer].attn
+        for weight in (attn.W_Q, attn.W_K):
+            assert torch.linalg.matrix_rank(weight[0].double()) == ranks
+    with pytest.raises(ValueError, match="qk_rank must be 1 to 16, found 17"):
+        TargetSettings(qk_rank=17)
+
+
 def test_a_small_task_is_learnt() -> None:
     task = InductionTask(vocab=4, length=6)
     settings = TargetSettings(steps=800, batch_size=64, decay_from=10_000, pos_std=1.0)

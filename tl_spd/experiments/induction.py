@@ -8,7 +8,9 @@
 
 Presets: ``quick`` (10 minutes on two cores), ``cpu`` (30), ``paper`` (the paper's own losses, batch and steps; for a GPU). The
 first two add ReconLayerwise to the paper's losses: without it the sites of layer 0 agree privately on another circuit, and
-Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses`` is ``cpu`` without it, to show that. Both start
+Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses`` is ``cpu`` without it, to show that.
+``cpu-rank-2`` is ``cpu`` on a target whose layer 0 finds s1 with two dimensions of its head, to show what the number of Q0's and
+K0's subcomponents comes from: the head of the other targets needs seven or eight. All three start
 from singular vectors: from random components (``quick``) the same length of training keeps many copies of one direction.
 Importances start around 0: from 1 the same number of steps leaves more subcomponents on.
 """
@@ -93,6 +95,7 @@ class InductionSettings:
                 init="svd",
                 **fast | {"losses": paper_losses("induction")},
             ),
+            "cpu-rank-2": cls(replace(TargetSettings.preset("cpu", seed), qk_rank=2), steps=10_000, init="svd", **fast),
             "paper": cls(TargetSettings.preset("cpu", seed), steps=100_000, batch_size=1024),
         }
         if name not in presets:

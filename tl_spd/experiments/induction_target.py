@@ -125,6 +125,9 @@ class TargetSettings:
     (risen to like the weight decay); the trained model has none. A softmax does not feel a shift of all its
     scores, so without them m may find s1 only because all other keys score far below 0, and then every one of
     those keys matters. With them the key that is sought must score well above 0.
+
+    `qk_rank` is how many of the 16 dimensions of layer 0's head its queries and keys use. The others start at zero
+    in W_Q and in W_K, where no gradient ever reaches them.
     """
 
     seed: int = 0
@@ -142,6 +145,7 @@ class TargetSettings:
     s_norm: float = 4.0
     qk_gain: float = 0.3
     null_keys: float = 256.0
+    qk_rank: int = 16
     log_every: int = 250
     lr_factor: Mapping[str, float] = field(default_factory=lambda: dict(_LR_FACTOR))
     weight_decay: Mapping[str, float] = field(default_factory=lambda: dict(_WEIGHT_DECAY))
@@ -154,6 +158,8 @@ class TargetSettings:
             raise ValueError(f"TargetSettings: lr must be a number of at least 0, found {self.lr}.")
         if not self.null_keys >= 0:
             raise ValueError(f"TargetSettings: null_keys must be at least 0, found {self.null_keys}.")
+        if not 1 <= self.qk_rank <= 16:
+            raise ValueError(f"TargetSettings: qk_rank must be 1 to 16, found {self.qk_rank}.")
         if not 0 <= self.decay_fraction <= 1:
             raise ValueError(f"TargetSettings: decay_fraction must be 0 to 1, found {self.decay_fraction}.")
 
@@ -208,11 +214,13 @@ def build_target(
     pos_std: float = 0.7,
     s_norm: float = 4.0,
     qk_gain: float = 0.3,
+    qk_rank: int = 16,
 ) -> HookedTransformer:
     """The untrained target: 2 layers of 1 head, attention only, d_model = d_head = 16, shortformer, no norm.
 
     Weights are normal: W_E and W_pos with the given standard deviations, W_Q and W_K with `qk_gain`/sqrt(16),
-    the rest with 1/sqrt(16); the s token's embedding is scaled to norm `s_norm`. Every bias is zero and frozen.
+    the rest with 1/sqrt(16); the s token's embedding is scaled to norm `s_norm`; in layer 0's W_Q and W_K only the
+    first `qk_rank` dimensions of the head are not zero. Every bias is zero and frozen.
     Draws from a Generator of its own; torch's global one is untouched.
     """
     config = HookedTransformerConfig(
@@ -233,6 +241,8 @@ def build_target(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std.get(leaf, base))
         embedding_of_s = model.embed.W_E[task.s_token]
         embedding_of_s *= s_norm / embedding_of_s.norm()
+        for weight in (model.blocks[0].attn.W_Q, model.blocks[0].attn.W_K):
+            weight[..., qk_rank:] = 0
     return model
 
 
@@ -335,7 +345,8 @@ def train_target(task: InductionTask, settings: TargetSettings, progress: bool =
     The same settings give the same target on the same machine and thread count. Batches of 64 are small: with
     `torch.set_num_threads(1)` training is nearly as fast and two seeds fit on two cores.
     """
-    model = build_target(task, settings.seed, settings.embed_std, settings.pos_std, settings.s_norm, settings.qk_gain)
+    names = ("seed", "embed_std", "pos_std", "s_norm", "qk_gain", "qk_rank")
+    model = build_target(task, **{name: getattr(settings, name) for name in names})
     optimiser = _optimiser(model, settings)
     generator = torch.Generator().manual_seed(settings.seed + TRAIN_SEED)
     losses: list[float] = []
