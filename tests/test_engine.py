@@ -71,9 +71,10 @@ def engine_step(
     last_token_only: bool = False,
     progress: float = 0.0,
     max_rows: int | None = None,
+    recompute: bool = False,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """What ``plain.plain_step`` gives, by the engine with the passes of all reconstruction terms together."""
-    engine = Engine(model, run, last_token_only, max_rows)
+    engine = Engine(model, run, last_token_only, max_rows, recompute)
     batch = engine.observe(tokens, attention_mask)
     found = engine.importances(batch)
     recon = [(term, term.passes(found, source)) for term in terms if isinstance(term, spd.ReconTerm)]
@@ -197,6 +198,18 @@ def test_with_the_stack_split(style: str, max_rows: int | None) -> None:
     want = plain.plain_step(model, run, TERMS, tokens, generator(3), mask)
     got = engine_step(model, run, TERMS, tokens, generator(3), mask, max_rows=max_rows)
     assert_same(got, want, TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_recomputed_stacks_give_the_same_bits(style: str) -> None:
+    model, tokens, mask = tiny_host(style), tiny_tokens(), tiny_padding("left")
+    run = tiny_run(model)
+    kept, again = (
+        engine_step(model, run, TERMS, tokens, generator(3), mask, max_rows=4, recompute=recompute)
+        for recompute in (False, True)
+    )
+    assert kept[0] == again[0]
+    assert all(map(torch.equal, kept[1], again[1]))
 
 
 @pytest.mark.parametrize("style", ["gpt2", "softcap"])

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "scalar": ("llama", 8, dict(importance=spd.Scalar(4), losses=FEW)),
     "attention": ("shortformer", 8, dict(importance=spd.Attention(d_gate=4), losses=spd.paper_losses("induction"))),
     "vector, one stack of 4 rows": ("parallel", 8, dict(losses=spd.paper_losses("gpt2"), max_rows=4)),
+    "recomputed": ("llama", 8, dict(losses=spd.paper_losses("gpt2"), max_rows=8, recompute=True)),
     "shared, many parameters": (
         "gpt2",
         1,
@@ -100,6 +101,7 @@ LOWERED: dict[str, dict[str, Any]] = {
     "d_gate": dict(importance=spd.Vector(50)),
     "the losses' samples": dict(losses=(FEW[0], spd.StochasticRecon(samples=2))),
     "fewer sites": dict(sites="blocks.1.*"),
+    "recompute=True and max_rows": dict(recompute=True, max_rows=8),
 }
 
 

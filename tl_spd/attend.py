@@ -56,13 +56,14 @@ def attend(
     if backend == "blocked":
         step = max(1, min(pos, BLOCK_SCORES // max(1, q.shape[0] * pos)))
         blocks = [(start, min(start + step, pos)) for start in range(0, pos, step)]
-        return torch.cat([_recomputed(_eager, q, k, v, relative, real, block) for block in blocks], dim=1)
+        return torch.cat([recomputed(_eager, q, k, v, relative, real, block) for block in blocks], dim=1)
     if backend == "flex":
         return _flex(q, k, v, relative, real)
     return (_sdpa if backend == "sdpa" else _eager)(q, k, v, relative, real, (0, pos))
 
 
-def _recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """``function(*args)``, of which the backward pass keeps the arguments alone: it calls ``function`` again."""
     if not torch.is_grad_enabled():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

@@ -6,7 +6,8 @@
 3. At a masked site the rows that mask it go through the components; the other rows keep the host's output.
 4. The last residual stream is cut to the scored positions. Logits and KL are computed in blocks of rows, forward and
    gradient at once, so that nothing of the size passes x positions x vocabulary is ever kept.
-5. ``max_rows`` splits the stack. A pass that changes something else by hooks of its own runs alone.
+5. ``max_rows`` splits the stack. With ``recompute`` nothing that a stack makes is kept for the backward pass, which makes it
+   again, one stack after the other. A pass that changes something else by hooks of its own runs alone.
 
 Same numbers as running every pass alone from the tokens (tested against a plain sequential version).
 """
@@ -22,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tl_spd.attend import recomputed
 from tl_spd.checks import check_finite, check_seen, check_whole
 from tl_spd.data import check_batch, check_scored
 from tl_spd.hooks import HookSet, removing
@@ -94,14 +96,23 @@ def passes_per_stack(tokens: Int[Tensor, "batch pos"], max_rows: int | None) -> 
 class Engine:
     """Evaluates masked passes of ``run`` on ``model``; the host itself is never run, hooked or changed.
 
-    ``max_rows`` bounds how many sequences are stacked at once (None: all, on a CPU ``STACK_TOKENS`` tokens).
+    ``max_rows`` bounds how many sequences are stacked at once (None: all, on a CPU ``STACK_TOKENS`` tokens). ``recompute``: a
+    stack's activations are made again in the backward pass, where only one stack's are there at a time.
     """
 
-    def __init__(self, model: HookedTransformer, run: Run, last_token_only: bool = False, max_rows: int | None = None):
+    def __init__(
+        self,
+        model: HookedTransformer,
+        run: Run,
+        last_token_only: bool = False,
+        max_rows: int | None = None,
+        recompute: bool = False,
+    ):
         check_whole(max_rows=max_rows)
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows must be at least 1 sequence, found {max_rows}.")
-        self.model, self.run, self.last_token_only, self.max_rows = model, run, last_token_only, max_rows
+        self.model, self.run, self.last_token_only = model, run, last_token_only
+        self.max_rows, self.recompute = max_rows, recompute
         self.twin = make_twin(model)
         self.sites = {site.name: site for site in run.sites}
 
@@ -156,12 +167,17 @@ class Engine:
         per_stack, ordered = passes_per_stack(batch.tokens, self.max_rows), sorted(plain)
         for start in range(0, len(ordered), per_stack):
             chosen = [index for _, index in ordered[start : start + per_stack]]
-            stack = _Stack(self, batch, [passes[index] for index in chosen])
-            values.update(zip(chosen, self._head(batch, stack.residual(), stack.unembed_masks()), strict=True))
+            stacked = (batch, [passes[index] for index in chosen])
+            found = recomputed(self._stacked, *stacked) if self.recompute else self._stacked(*stacked)
+            values.update(zip(chosen, found, strict=True))
         for index, entry in enumerate(passes):
             if entry.hooks:
                 values[index] = self._alone(batch, entry)
         return torch.stack([values[index] for index in range(len(passes))]) if passes else batch.final.new_zeros(0)
+
+    def _stacked(self, batch: Batch, passes: list[Pass]) -> Float[Tensor, "pass"]:
+        stack = _Stack(self, batch, passes)
+        return self._head(batch, stack.residual(), stack.unembed_masks())
 
     def _first_layer(self, entry: Pass) -> int:
         return min([n_layers(self.model) - 1, *(self.sites[name].layer for name in entry.masks)])

@@ -140,7 +140,7 @@ def estimate(
         weights = host_weights(host, run)
         if settings.warmup.steps:
             _faithfulness_step(living, run, weights)
-        engine = Engine(host, run, settings.last_token_only, rows)
+        engine = Engine(host, run, settings.last_token_only, rows, settings.recompute)
         _training_step(living, engine, weights, settings, tokens.to("meta"), scored)
     size = _bytes(run.parameters())
     moved = _bytes([p for parts in run.components.values() for p in parts.parameters()])
@@ -204,7 +204,8 @@ def _lower(settings: Settings) -> str:
     widths = [words for name, words in kind.items() if hasattr(settings.importance, name)]
     samples = ["the losses' samples"] if any(getattr(term, "samples", 1) > 1 for term in settings.losses) else []
     rows = "batch_size" if settings.batch_size else "the rows of your batches"
-    return f"Lower {', '.join([rows, 'C', *widths, *samples])}, or decompose fewer sites at a time."
+    slower = "" if settings.recompute else ", or set recompute=True and max_rows to the rows of a batch (slower)"
+    return f"Lower {', '.join([rows, 'C', *widths, *samples])}, or decompose fewer sites at a time{slower}."
 
 
 def _memory(device: torch.device) -> tuple[int | None, int | None]:

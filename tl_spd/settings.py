@@ -118,6 +118,9 @@ class Settings:
         optimizer, schedule, warmup: how parameters move, and what is trained before; see their classes.
         init: where components start: "inputs" (one for each input the data brings), "svd" or "kaiming" (random).
         max_rows: most sequences stacked in one pass of the host (None: no bound; on a CPU what its cache holds).
+        recompute: make the activations of masked passes again in the backward pass, one stack of passes after the other: slower
+            by one more forward pass of each, and only one stack's are held at a time (see max_rows: what fits in one stack
+            gains nothing).
         log_every: steps between rows of the history.
         seed: of the start, the draws of rows and the masks.
         autocast: let matmuls of the step's forward passes run in bfloat16 (torch's autocast). The Run's parameters, their
@@ -136,6 +139,7 @@ class Settings:
     init: Init = "kaiming"
     warmup: FaithfulnessWarmup = FaithfulnessWarmup()
     max_rows: int | None = None
+    recompute: bool = False
     log_every: int = 50
     seed: int = 0
     autocast: bool = False

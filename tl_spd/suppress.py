@@ -92,7 +92,7 @@ def removed_terms(
     """Unit ``r_k``, unit ``w_k`` and ``r_k^T W w_k`` in the dtype of ``W``: what simultaneous suppression takes away."""
     r = nn.functional.normalize(read.to(W), dim=0)
     w = nn.functional.normalize(write.to(W), dim=1)
-    return r, w, ((r.T @ W) * w).sum(1)
+    return r, w, ((W @ w.T) * r).sum(0)  # on a CPU several times faster than with r.T @ W
 
 
 # --- where directions come from --------------------------------------------------------------------------------------

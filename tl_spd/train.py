@@ -197,7 +197,7 @@ class _Trainer:
         self.run, self.settings = run, settings
         same = run.settings.get("data", described["data"]) == described["data"]  # the whole training's, or not known
         run.settings = described if same else described | {"data": None}
-        self.engine = Engine(model, run, settings.last_token_only, settings.max_rows)
+        self.engine = Engine(model, run, settings.last_token_only, settings.max_rows, settings.recompute)
         self.weights = host_weights(model, run)
         self.parameters = run.named_parameters()
         self.optimizer = settings.optimizer.build(run)
