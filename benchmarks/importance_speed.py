@@ -1,9 +1,13 @@
-"""Speed of the importance functions by length, in the paper's form. ``python -m benchmarks.importance_speed``.
+"""Speed of the importance functions by length. ``python -m benchmarks.importance_speed``.
 
-One iteration is forward and backward of the importances of one site at batch 4 (width 16, C 100, d_gate 16). Kinds alternate
-in one process. Attention runs with each backend that can train here; those that build scores ``pos x pos`` stop at 1,024
-positions. For scale: the paper's GPU had attention at 0.77, 0.77 and 0.60 of vector's rate at 16, 64 and 1,024 positions, and at
-0.55 (flex attention) at 10,240.
+1. In the paper's form: training steps of the induction decomposition (six sites, C 100, d_gate 16, the paper's five losses, the
+   target untrained) at batch 4. From :data:`RECOMPUTED_FROM` positions on with ``recompute``: the host's own attention makes
+   ``pos x pos`` patterns in every masked pass, 46 GB of them at 10,240.
+2. The functions alone: forward and backward of the importances of one site of width 16.
+
+Kinds alternate in one process. Attention runs with each backend that can train here (``auto`` takes eager below 1,024
+positions, blocked from there on); those that build scores ``pos x pos`` stop at 1,024 positions. For scale: the paper's GPU made
+0.77, 0.77 and 0.60 of vector's training steps with attention at 16, 64 and 1,024 positions, and 0.55 at 10,240.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ import tyro
 
 import tl_spd as spd
 from benchmarks.common import DEVICE, alternate, markdown, publish
+from benchmarks.step import make_steps
+from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.importance import lower
-from tl_spd.sites import Site
+from tl_spd.run import new_run
+from tl_spd.sites import Site, find_sites
 
 BATCH, D_MODEL, C, D_GATE = 4, 16, 100, 16
 KINDS: dict[str, spd.ImportanceSpec] = {
@@ -28,11 +35,11 @@ KINDS: dict[str, spd.ImportanceSpec] = {
     "attention eager": spd.Attention(D_GATE, backend="eager"),
     "attention sdpa": spd.Attention(D_GATE, backend="sdpa"),
     "attention blocked": spd.Attention(D_GATE, backend="blocked"),
-    "attention auto": spd.Attention(D_GATE),
 }
 if DEVICE == "cuda":  # where flex attention has a backward pass
     KINDS["attention flex"] = spd.Attention(D_GATE, backend="flex")
 SQUARE = {"attention eager", "attention sdpa"}
+RECOMPUTED_FROM = 4096
 
 
 @dataclass
@@ -60,23 +67,37 @@ def iteration(spec: spd.ImportanceSpec, length: int) -> Callable[[], Any]:
     return run
 
 
+def training_step(spec: spd.ImportanceSpec, length: int) -> Callable[[], Any]:
+    """One training step of the induction decomposition."""
+    task, generator = InductionTask(length=length), torch.Generator().manual_seed(0)
+    model = build_target(task, seed=0).to(DEVICE)
+    sites = find_sites(model, "blocks.*.attn.W_[QKV]")
+    run = new_run(model, sites, dict.fromkeys((site.name for site in sites), C), spec)
+    sample = lambda: task.sample(BATCH, generator)[0]  # noqa: E731
+    return make_steps(model, run, spd.paper_losses("induction"), sample, True, recompute=length >= RECOMPUTED_FROM)[
+        "ours"
+    ]
+
+
+MEASURED = {"training step": training_step, "importances of one site": iteration}
+
+
 def main(arguments: Arguments) -> None:
-    """Time all kinds at all lengths and publish the table."""
+    """Time all kinds at all lengths and publish the tables."""
     rows: list[dict[str, Any]] = []
     for length in arguments.lengths:
         kinds = {kind: spec for kind, spec in KINDS.items() if length <= 1024 or kind not in SQUARE}
-        rounds = arguments.rounds if length <= 1024 else 3
-        seconds = alternate({kind: iteration(spec, length) for kind, spec in kinds.items()}, rounds, warm_up=2)
-        rows += [{"kind": kind, "length": length, "iterations per second": 1 / s} for kind, s in seconds.items()]
-    frame = pd.DataFrame(rows)
-    rate = frame.pivot(index="kind", columns="length", values="iterations per second").reindex(list(KINDS))
-    text = "\n\n".join([
-        f"Iterations per second (forward and backward, batch {BATCH}, one site of width {D_MODEL}, C {C}, d_gate {D_GATE})",
-        markdown(rate),
-        "Share of vector's rate",
-        markdown(rate / rate.loc["vector"], ".2f"),
-    ])  # fmt: skip
-    publish("importance_speed", "Speed of importance functions", text, rows)
+        for what, make in MEASURED.items():
+            rounds = arguments.rounds if length <= 1024 else 2
+            seconds = alternate({kind: make(spec, length) for kind, spec in kinds.items()}, rounds, warm_up=1)
+            rows += [{"what": what, "kind": kind, "length": length, "per second": 1 / s} for kind, s in seconds.items()]
+            print(length, what, seconds, flush=True)
+    frame, parts = pd.DataFrame(rows), list[str]()
+    for what in MEASURED:
+        rate = frame[frame.what == what].pivot(index="kind", columns="length", values="per second").reindex(list(KINDS))
+        parts += [f"## {what.capitalize()}: per second, batch {BATCH}", markdown(rate)]
+        parts += ["Share of vector's rate", markdown(rate / rate.loc["vector"], ".2f")]
+    publish("importance_speed", "Speed of importance functions", "\n\n".join(parts), rows)
 
 
 if __name__ == "__main__":

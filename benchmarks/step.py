@@ -62,9 +62,10 @@ def make_steps(
     sample: Callable[[], torch.Tensor],
     last_token_only: bool,
     by_pass: bool = False,
+    recompute: bool = False,
 ) -> dict[str, Callable[[], Any]]:
     """One training step of each version, on the same parameters; the plain one's passes differentiated together or one by one."""
-    engine, weights = Engine(model, run, last_token_only), host_weights(model, run)
+    engine, weights = Engine(model, run, last_token_only, recompute=recompute), host_weights(model, run)
     generator = torch.Generator(DEVICE).manual_seed(0)
     run.requires_grad_(True)
     optimizer = torch.optim.Adam(run.parameters(), lr=0.0, fused=True)

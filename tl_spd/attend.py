@@ -11,7 +11,7 @@ biases). Padding is never attended to; there is no causal mask.
   gradients, and uncompiled: for comparison.
 - ``auto``: blocked from :data:`BLOCKED_FROM` positions on, eager below. Never flex, until a GPU has shown it to be faster.
 
-The relative term is the product of queries and table read along its diagonals by a reshape: no index tensor, and no
+The relative term is the product of queries and table read along its diagonals by their strides: no index tensor, and no
 ``[pos, pos, d_attn]`` copy of the table.
 """
 
@@ -33,8 +33,8 @@ BACKENDS = ("auto", "eager", "sdpa", "blocked", "flex")
 BLOCKED_FROM = 1024
 """Positions from which ``auto`` takes queries in blocks."""
 
-BLOCK_SCORES = 1 << 21
-"""Scores per block: batch x queries x positions."""
+BLOCK_SCORES = 1 << 19
+"""Scores per block, batch x queries x positions: what a CPU's cache holds. Elsewhere 64 times as many."""
 
 
 def attend(
@@ -54,7 +54,8 @@ def attend(
     if backend == "auto":
         backend = "blocked" if pos >= BLOCKED_FROM else "eager"
     if backend == "blocked":
-        step = max(1, min(pos, BLOCK_SCORES // max(1, q.shape[0] * pos)))
+        scores = BLOCK_SCORES * (1 if q.device.type == "cpu" else 64)
+        step = max(1, min(pos, scores // max(1, q.shape[0] * pos)))
         blocks = [(start, min(start + step, pos)) for start in range(0, pos, step)]
         return torch.cat([recomputed(_eager, q, k, v, relative, real, block) for block in blocks], dim=1)
     if backend == "flex":
@@ -69,31 +70,32 @@ def recomputed(function: Callable[..., Tensor], *args: object) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _bias(q: Tensor, pos: int, relative: Tensor, real: Tensor | None, block: tuple[int, int]) -> Tensor:
-    """``r_ij`` of the queries of ``block``, with padded keys far below everything."""
-    start, stop = block
-    r = relative_scores(q, relative[pos - stop : 2 * pos - 1 - start], pos)
+def _scaled(
+    q: Tensor, pos: int, relative: Tensor, real: Tensor | None, block: tuple[int, int]
+) -> tuple[Float[Tensor, "batch queries d_attn"], Float[Tensor, "#batch queries pos"]]:
+    """The queries of ``block`` and their ``r_ij``, both over ``sqrt(d_attn)``, with padded keys far below everything."""
+    (start, stop), scale = block, 1 / math.sqrt(q.shape[-1])
+    q, met = q[:, start:stop] * scale, relative[pos - stop : 2 * pos - 1 - start]
+    r = relative_scores(q, met if met.ndim == 2 else met * scale, pos)
     if real is None:
-        return r
+        return q, r
     lowest = torch.finfo(q.dtype).min / 4  # finite, so that a row without any real token stays defined
-    return r.masked_fill(~real[:, None, :], lowest)
+    return q, r.masked_fill(~real[:, None, :], lowest)
 
 
 def _eager(
     q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None, block: tuple[int, int]
 ) -> Float[Tensor, "batch queries d_in"]:
-    q = q[:, block[0] : block[1]]
-    scores = q @ k.mT + _bias(q, k.shape[1], relative, real, block)
-    return torch.softmax(scores / math.sqrt(q.shape[-1]), dim=-1) @ v
+    q, bias = _scaled(q, k.shape[1], relative, real, block)
+    return torch.softmax(torch.baddbmm(bias, q, k.mT), dim=-1) @ v
 
 
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None, block: tuple[int, int]
 ) -> Float[Tensor, "batch queries d_in"]:
-    scale = 1 / math.sqrt(q.shape[-1])
-    bias = _bias(q, k.shape[1], relative, real, block) * scale
+    q, bias = _scaled(q, k.shape[1], relative, real, block)
     bias = bias.expand(q.shape[0], -1, -1)[:, None]
-    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=scale)[:, 0]
+    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=bias, scale=1.0)[:, 0]
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, real: Tensor | None) -> Float[Tensor, "batch pos d_in"]:
@@ -125,11 +127,8 @@ def relative_scores(
 
     ``relative`` holds the ``pos + queries - 1`` entries that these queries meet, from the smallest ``j - i`` up.
     """
-    queries = q.shape[1]
-    table = q @ relative.mT if relative.ndim == 2 else relative.expand(1, queries, -1)
-    if queries == 1:
-        return table
-    # Row i wants pos columns from queries - 1 - i on; in row-major order they start at i * width + queries - 1.
-    width = relative.shape[0] - 1
-    flat = table.reshape(table.shape[0], -1)[:, queries - 1 :]
-    return flat[:, : queries * width].reshape(table.shape[0], queries, width)[:, :, :pos]
+    queries, width = q.shape[1], relative.shape[0]
+    table = (q @ relative.mT if relative.ndim == 2 else relative.expand(1, queries, -1)).contiguous()
+    # Row i wants pos columns from queries - 1 - i on; in row-major order they start at i * (width - 1) + queries - 1.
+    shape, strides = (table.shape[0], queries, pos), (queries * width, width - 1, 1)
+    return table.as_strided(shape, strides, table.storage_offset() + queries - 1)

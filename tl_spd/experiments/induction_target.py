@@ -34,7 +34,7 @@ from tl_spd.sites import HookedTransformer, HookedTransformerConfig
 HELD_OUT_SEED = 7_919  # added to the training seed, so that held-out sequences are other ones
 TRAIN_SEED = 1_000_003
 SMOOTHING_STEPS = 50  # width of the running mean that `phase_change_step` looks at
-LARGEST = 10**8  # numbers in embeddings and causal mask: more are a mistake, or a trap in a stranger's settings
+LARGEST = 2 * 10**8  # numbers in embeddings and causal mask: more are a mistake, or a trap in a stranger's settings
 
 
 @dataclass(frozen=True)
