@@ -88,8 +88,8 @@ def main(arguments: Arguments) -> None:
     for length in arguments.lengths:
         kinds = {kind: spec for kind, spec in KINDS.items() if length <= 1024 or kind not in SQUARE}
         for what, make in MEASURED.items():
-            rounds = arguments.rounds if length <= 1024 else 2
-            seconds = alternate({kind: make(spec, length) for kind, spec in kinds.items()}, rounds, warm_up=1)
+            rounds, warm_up = (arguments.rounds, 2) if length <= 1024 else (2, 0)  # a minute and more each
+            seconds = alternate({kind: make(spec, length) for kind, spec in kinds.items()}, rounds, warm_up)
             rows += [{"what": what, "kind": kind, "length": length, "per second": 1 / s} for kind, s in seconds.items()]
             print(length, what, seconds, flush=True)
     frame, parts = pd.DataFrame(rows), list[str]()
