@@ -1,8 +1,10 @@
-"""How many directions the induction target's layer 0 needs to find s1. ``python -m benchmarks.target_rank --seeds 0 1 2``.
+"""What the induction target's layer 0 needs to find s1, without any decomposition. ``python -m benchmarks.target_rank``.
 
-W_Q, W_K or both of layer 0 are cut to their largest singular values; KL of the output at s2 and m's attention on s1 follow, on
-1,024 held-out sequences. What the whole target needs is what a decomposition that keeps every site alone exact must keep: one
-that has fewer subcomponents of Q0 leaves the rest of the circuit to the importance functions.
+1. How many directions: W_Q, W_K or both of layer 0 are cut to their largest singular values.
+2. At which positions: layer 0's queries are zeroed but at m, its keys but at s1, or both: where the paper has Q0 and K0 active.
+
+KL of the output at s2 follows, on 1,024 held-out sequences. What the target needs, a decomposition must keep in which every site
+alone is exact at ``m = g``; one that keeps less leaves the rest of the circuit to the importance functions.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import tyro
 from torch import Tensor
 
 from benchmarks.common import markdown, publish
-from tl_spd.experiments.induction_target import InductionTask, TargetSettings, attention_of_circuit, train_target
-from tl_spd.sites import HookedTransformer
+from tl_spd.experiments.induction_target import InductionTask, TargetSettings, train_target
+from tl_spd.sites import Hook, HookedTransformer
 
 RANKS = (1, 2, 3, 4, 6, 8, 12)
 SEQUENCES, SEED = 1024, 10_007
@@ -43,19 +45,34 @@ def needs(model: HookedTransformer, task: InductionTask) -> list[dict[str, Any]]
     """One row per cut and rank."""
     attn = model.blocks[0].attn
     own = {name: getattr(attn, name).data for name in ("W_Q", "W_K")}
-    tokens = task.sample(SEQUENCES, torch.Generator().manual_seed(SEED))[0]
+    tokens, _, s1 = task.sample(SEQUENCES, torch.Generator().manual_seed(SEED))
     log_p, rows = model(tokens)[:, -1].log_softmax(-1), []
+
+    def row(cut: str, rank: int, logits: Tensor) -> dict[str, Any]:
+        log_q = logits[:, -1].log_softmax(-1)
+        return {"cut": cut, "rank": rank, "KL": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()}
+
     for which, names in CUT.items():
         for rank in RANKS:
             for name in names:
                 getattr(attn, name).data = cut(own[name], rank)
-            log_q = model(tokens)[:, -1].log_softmax(-1)
-            m_on_s1, _ = attention_of_circuit(model, task, SEQUENCES, torch.Generator().manual_seed(SEED))
-            kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
-            rows.append({"cut": which, "rank": rank, "KL": kl, "m on s1": m_on_s1})
+            rows.append(row(which, rank, model(tokens)))
             for name in names:
                 getattr(attn, name).data = own[name]
+    query, key = (alone("blocks.0.attn.hook_" + kind, at) for kind, at in (("q", s1 + 1), ("k", s1)))
+    for which, hooks in {"Q0 at m alone": [query], "K0 at s1 alone": [key], "both alone": [query, key]}.items():
+        rows.append(row(which, 16, model.run_with_hooks(tokens, fwd_hooks=hooks)))
     return rows
+
+
+def alone(point: str, position: Tensor) -> Hook:
+    """A hook that zeroes what ``point`` shows at all positions but one of each sequence, ``[batch]``."""
+
+    def kept(value: Tensor, hook: Any) -> Tensor:
+        here = torch.arange(value.shape[1]) == position[:, None]
+        return value * here[:, :, None, None]
+
+    return point, kept
 
 
 def main(arguments: Arguments) -> None:
@@ -69,9 +86,13 @@ def main(arguments: Arguments) -> None:
         for target, settings in targets.items():
             trained = train_target(task, settings, progress=False)
             rows += [{"target": target, "seed": seed, **trained.found(), **row} for row in needs(trained.model, task)]
-    table = pd.DataFrame(rows).set_index(["target", "cut", "rank", "seed"])[["KL", "m on s1"]].unstack("seed")
-    text = "KL in nats at s2 and m's attention on s1 where layer 0's W_Q, W_K or both are cut to so many singular values.\n\n"
-    publish("target_rank", "What layer 0 of the induction target needs", text + markdown(table, ".2g"), rows)
+    frame = pd.DataFrame(rows)
+    found = frame.groupby(["target", "seed"]).first()[["accuracy", "attention_m_on_s1", "attention_s2_on_m"]]
+    kl = frame.pivot(index=["target", "cut", "rank"], columns="seed", values="KL").rename(
+        columns=lambda seed: f"seed {seed}"
+    )
+    parts = ["Targets", markdown(found), "KL in nats at s2 of what is left (cut, rank)", markdown(kl, ".2g")]
+    publish("target_rank", "What layer 0 of the induction target needs", "\n\n".join(parts), rows)
 
 
 if __name__ == "__main__":
