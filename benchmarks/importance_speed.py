@@ -1,8 +1,8 @@
 """Speed of the importance functions by length. ``python -m benchmarks.importance_speed``.
 
 1. In the paper's form: training steps of the induction decomposition (six sites, C 100, d_gate 16, the paper's five losses, the
-   target untrained) at batch 4. From :data:`RECOMPUTED_FROM` positions on with ``recompute``: the host's own attention makes
-   ``pos x pos`` patterns in every masked pass, 46 GB of them at 10,240.
+   target untrained) at batch 4. From :data:`RECOMPUTED_FROM` positions on with ``recompute``, one pass at a time: the host's own
+   attention makes ``pos x pos`` patterns in every masked pass, and a step would take 46 GB at 10,240.
 2. The functions alone: forward and backward of the importances of one site of width 16.
 
 Kinds alternate in one process. Attention runs with each backend that can train here (``auto`` takes eager below 1,024
@@ -74,9 +74,8 @@ def training_step(spec: spd.ImportanceSpec, length: int) -> Callable[[], Any]:
     sites = find_sites(model, "blocks.*.attn.W_[QKV]")
     run = new_run(model, sites, dict.fromkeys((site.name for site in sites), C), spec)
     sample = lambda: task.sample(BATCH, generator)[0]  # noqa: E731
-    return make_steps(model, run, spd.paper_losses("induction"), sample, True, recompute=length >= RECOMPUTED_FROM)[
-        "ours"
-    ]
+    rows = BATCH if length >= RECOMPUTED_FROM else None
+    return make_steps(model, run, spd.paper_losses("induction"), sample, True, rows_recomputed=rows)["ours"]
 
 
 MEASURED = {"training step": training_step, "importances of one site": iteration}
@@ -88,7 +87,8 @@ def main(arguments: Arguments) -> None:
     for length in arguments.lengths:
         kinds = {kind: spec for kind, spec in KINDS.items() if length <= 1024 or kind not in SQUARE}
         for what, make in MEASURED.items():
-            rounds, warm_up = (arguments.rounds, 2) if length <= 1024 else (2, 0)  # a minute and more each
+            slow = DEVICE == "cpu" and length > 1024  # a minute and more each
+            rounds, warm_up = (2, 0) if slow else (arguments.rounds, 2)
             seconds = alternate({kind: make(spec, length) for kind, spec in kinds.items()}, rounds, warm_up)
             rows += [{"what": what, "kind": kind, "length": length, "per second": 1 / s} for kind, s in seconds.items()]
             print(length, what, seconds, flush=True)

@@ -62,10 +62,14 @@ def make_steps(
     sample: Callable[[], torch.Tensor],
     last_token_only: bool,
     by_pass: bool = False,
-    recompute: bool = False,
+    rows_recomputed: int | None = None,
 ) -> dict[str, Callable[[], Any]]:
-    """One training step of each version, on the same parameters; the plain one's passes differentiated together or one by one."""
-    engine, weights = Engine(model, run, last_token_only, recompute=recompute), host_weights(model, run)
+    """One training step of each version, on the same parameters; the plain one's passes differentiated together or one by one.
+
+    ``rows_recomputed``: ours makes stacks of so many sequences again in its backward pass.
+    """
+    engine = Engine(model, run, last_token_only, rows_recomputed, recompute=rows_recomputed is not None)
+    weights = host_weights(model, run)
     generator = torch.Generator(DEVICE).manual_seed(0)
     run.requires_grad_(True)
     optimizer = torch.optim.Adam(run.parameters(), lr=0.0, fused=True)

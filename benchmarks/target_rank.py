@@ -28,7 +28,8 @@ CUT = {"Q0": ("W_Q",), "K0": ("W_K",), "both": ("W_Q", "W_K")}
 
 @dataclass
 class Arguments:
-    """Which targets are trained: every seed of the presets' target, and of the one with so many dimensions."""
+    """Which targets are trained: every seed of the presets' target, trained three times as long too, then with so many
+    dimensions of layer 0's head."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     qk_rank: int = 2
@@ -80,8 +81,11 @@ def main(arguments: Arguments) -> None:
     task, rows = InductionTask(), list[dict[str, Any]]()
     for seed in arguments.seeds:
         targets = {
-            "all 16 dimensions": TargetSettings.preset("quick", seed),
-            f"qk_rank {arguments.qk_rank}": replace(TargetSettings.preset("cpu", seed), qk_rank=arguments.qk_rank),
+            "all dimensions": TargetSettings.preset("quick", seed),
+            "all dimensions, longer": TargetSettings.preset("cpu", seed),
+            f"{arguments.qk_rank} dimensions, longer": replace(
+                TargetSettings.preset("cpu", seed), qk_rank=arguments.qk_rank
+            ),
         }
         for target, settings in targets.items():
             trained = train_target(task, settings, progress=False)

@@ -66,6 +66,17 @@ def test_the_peak_is_what_the_allocator_gives_out(case: str) -> None:
     assert memory.at_most(model, make_settings(**names), Batches(data, model)) > measured
 
 
+def test_recomputing_holds_one_stack_at_a_time() -> None:
+    model = tiny_host("llama", dtype=torch.float32, n_ctx=12)
+    kept, again = (
+        spd.estimate_memory(
+            model, rows(8), sites="blocks.*", C=5, losses=spd.paper_losses("gpt2"), max_rows=8, recompute=recompute
+        )
+        for recompute in (False, True)
+    )
+    assert again.peak - again.host < 0.5 * (kept.peak - kept.host)
+
+
 def test_the_parts_by_hand() -> None:
     model = tiny_host("gpt2", dtype=torch.float32)
     found = spd.estimate_memory(

@@ -771,8 +771,8 @@ def test_an_interrupt_amid_the_optimiser_step_keeps_the_earlier_checkpoint(
         with pytest.raises(KeyboardInterrupt):
             tiny_decompose(model, steps=6, out=tmp_path, checkpoint_every=2)
     assert storage.read_record(tmp_path / "checkpoint")["step"] == 2
-    resumed = tiny_decompose(model, steps=6, out=tmp_path, checkpoint_every=2, resume=True)
-    assert same_runs(resumed, tiny_decompose(model, steps=6))
+    resumed = tiny_decompose(model, steps=6, out=tmp_path, checkpoint_every=2, resume=True, recompute=True)
+    assert same_runs(resumed, tiny_decompose(model, steps=6))  # recompute may change in between: it changes no bit
 
 
 def test_an_interrupt_without_a_folder_or_in_the_warm_up_writes_nothing(

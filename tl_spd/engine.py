@@ -97,7 +97,8 @@ class Engine:
     """Evaluates masked passes of ``run`` on ``model``; the host itself is never run, hooked or changed.
 
     ``max_rows`` bounds how many sequences are stacked at once (None: all, on a CPU ``STACK_TOKENS`` tokens). ``recompute``: a
-    stack's activations are made again in the backward pass, where only one stack's are there at a time.
+    stack's activations are made again in the backward pass, where only one stack's are there at a time; the weights must still be
+    those of the forward pass then. Passes with hooks of their own are not made again.
     """
 
     def __init__(

@@ -6,8 +6,9 @@
 3. What one step cannot show is added: the gradients of the step before, Adam's moments, and what a checkpoint is turned into.
 
 Source: this library. Approximations: the first batch stands for all of them; padding counts as real tokens; autocast counts
-as float32; what torch uses inside one operation, its libraries and its caching are not seen. The numbers are what torch's
-allocator gives out. On a CPU the process grows by 1.2 to 2 times as much, since the C library keeps blocks that were freed.
+as float32; attention importances in blocks count a GPU's larger ones; what torch uses inside one operation, its libraries and its
+caching are not seen. The numbers are what torch's allocator gives out. On a CPU the process grows by 1.2 to 2 times as much:
+the C library keeps blocks that were freed.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Settings:
         max_rows: most sequences stacked in one pass of the host (None: no bound; on a CPU what its cache holds).
         recompute: make the activations of masked passes again in the backward pass, one stack of passes after the other: slower
             by one more forward pass of each, and only one stack's are held at a time (see max_rows: what fits in one stack
-            gains nothing).
+            gains nothing). The same bits.
         log_every: steps between rows of the history.
         seed: of the start, the draws of rows and the masks.
         autocast: let matmuls of the step's forward passes run in bfloat16 (torch's autocast). The Run's parameters, their

@@ -166,9 +166,9 @@ def _read_checkpoint(
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The settings that differ; the data only where it was known beforehand both times."""
-    unknown = {"data"} if then.get("data") is None or now.get("data") is None else set()
-    return [key for key in {**now, **then} if key not in unknown and then.get(key) != now.get(key)]
+    """The settings that differ; the data only where it was known beforehand both times. ``recompute`` changes no bit."""
+    passed = {"recompute"} | ({"data"} if then.get("data") is None or now.get("data") is None else set())
+    return [key for key in {**now, **then} if key not in passed and then.get(key) != now.get(key)]
 
 
 def _check_free(out: Path, now: Mapping[str, Any]) -> None:

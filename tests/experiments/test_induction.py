@@ -28,7 +28,7 @@ def test_named_positions_part_every_sequence() -> None:
     assert torch.equal(named["s2"].nonzero()[:, 1], torch.full((50,), 5))
 
 
-@pytest.mark.parametrize("name", ["quick", "cpu", "paper"])
+@pytest.mark.parametrize("name", ["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"])
 def test_presets_carry_the_papers_settings(name: str) -> None:
     settings = InductionSettings.preset(name, seed=3)
     assert (settings.C, settings.importance, settings.task) == (

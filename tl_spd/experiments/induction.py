@@ -6,11 +6,11 @@
 3. On held-out sequences: active subcomponents by position (s1, m, s2, all others), unique subcomponents, and metrics with the
    KL of attention patterns; beside the paper's table the deterministic layerwise reconstruction of every site.
 
-Presets: ``quick`` (10 minutes on two cores), ``cpu`` (30), ``paper`` (the paper's own losses, batch and steps; for a GPU). The
+Presets: ``quick`` (6 minutes on two cores), ``cpu`` (15), ``paper`` (the paper's own losses, batch and steps; for a GPU). The
 first two add ReconLayerwise to the paper's losses: without it the sites of layer 0 agree privately on another circuit, and
 Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses`` is ``cpu`` without it, to show that.
-``cpu-rank-2`` is ``cpu`` on a target whose layer 0 finds s1 with two dimensions of its head, to show what the number of Q0's and
-K0's subcomponents comes from: the head of the other targets needs seven or eight. All three start
+``cpu-rank-2`` is ``cpu`` on a target whose layer 0 may use two dimensions of its head (and trains three times as long), to show
+where the number of Q0's and K0's subcomponents comes from: the heads of the other targets need six to eight. All three start
 from singular vectors: from random components (``quick``) the same length of training keeps many copies of one direction.
 Importances start around 0: from 1 the same number of steps leaves more subcomponents on.
 """

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from tqdm.auto import tqdm
 
+from tl_spd.checks import check_whole
 from tl_spd.sites import HookedTransformer, HookedTransformerConfig
 
 HELD_OUT_SEED = 7_919  # added to the training seed, so that held-out sequences are other ones
@@ -151,6 +152,7 @@ class TargetSettings:
     weight_decay: Mapping[str, float] = field(default_factory=lambda: dict(_WEIGHT_DECAY))
 
     def __post_init__(self) -> None:
+        check_whole(qk_rank=self.qk_rank)
         for name in ("steps", "batch_size", "log_every", "warmup_steps", "decay_ramp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TargetSettings: {name} must be at least 1, found {getattr(self, name)}.")
