@@ -54,7 +54,9 @@ def iteration(spec: spd.ImportanceSpec, length: int) -> Callable[[], Any]:
     """Forward and backward of one site's importances."""
     generator = torch.Generator().manual_seed(0)
     site = Site("blocks.0.attn.W_Q", "W_Q", 0, D_MODEL, D_MODEL, 1)
-    function = spec.build(site, C, length, lambda *shape, std: torch.randn(shape, generator=generator) * std)
+    function = spec.build(
+        site, C, length, lambda *shape, std, mean=0.0: torch.randn(shape, generator=generator) * std + mean
+    )
     function = function.to(DEVICE)
     x = torch.randn(BATCH, length, D_MODEL, generator=generator).to(DEVICE)
     read = torch.randn(D_MODEL, C, generator=generator).to(DEVICE).requires_grad_()
