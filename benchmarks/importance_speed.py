@@ -89,8 +89,9 @@ def main(arguments: Arguments) -> None:
     for length in arguments.lengths:
         kinds = {kind: spec for kind, spec in KINDS.items() if length <= 1024 or kind not in SQUARE}
         for what, make in MEASURED.items():
-            slow = DEVICE == "cpu" and length > 1024  # a minute and more each
-            rounds, warm_up = (2, 0) if slow else (arguments.rounds, 2)
+            rounds, warm_up = arguments.rounds * (5 if length <= 64 else 1), 2
+            if DEVICE == "cpu" and length > 1024:  # a minute and more each
+                rounds, warm_up = 2, 0
             seconds = alternate({kind: make(spec, length) for kind, spec in kinds.items()}, rounds, warm_up)
             rows += [{"what": what, "kind": kind, "length": length, "per second": 1 / s} for kind, s in seconds.items()]
             print(length, what, seconds, flush=True)
