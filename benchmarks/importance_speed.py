@@ -47,6 +47,8 @@ class Arguments:
     """Which lengths are timed."""
 
     lengths: tuple[int, ...] = (16, 64, 1024, 10240)
+    step_lengths: tuple[int, ...] = (16, 64, 1024)
+    """Of these, where whole training steps are timed too. At 10,240 one takes minutes on a CPU."""
     rounds: int = 9
 
 
@@ -89,6 +91,8 @@ def main(arguments: Arguments) -> None:
     for length in arguments.lengths:
         kinds = {kind: spec for kind, spec in KINDS.items() if length <= 1024 or kind not in SQUARE}
         for what, make in MEASURED.items():
+            if make is training_step and length not in arguments.step_lengths:
+                continue
             rounds, warm_up = arguments.rounds * (5 if length <= 64 else 1), 2
             if DEVICE == "cpu" and length > 1024:  # a minute and more each
                 rounds, warm_up = 2, 0
