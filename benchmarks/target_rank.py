@@ -49,9 +49,9 @@ def needs(model: HookedTransformer, task: InductionTask) -> list[dict[str, Any]]
     tokens, _, s1 = task.sample(SEQUENCES, torch.Generator().manual_seed(SEED))
     log_p, rows = model(tokens)[:, -1].log_softmax(-1), []
 
-    def row(cut: str, rank: int, logits: Tensor) -> dict[str, Any]:
+    def row(which: str, rank: int, logits: Tensor) -> dict[str, Any]:
         log_q = logits[:, -1].log_softmax(-1)
-        return {"cut": cut, "rank": rank, "KL": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()}
+        return {"cut": which, "rank": rank, "KL": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()}
 
     for which, names in CUT.items():
         for rank in RANKS:
