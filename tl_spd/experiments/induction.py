@@ -6,8 +6,8 @@
 3. On held-out sequences: active subcomponents by position (s1, m, s2, all others), unique subcomponents, and metrics with the
    KL of attention patterns; beside the paper's table the deterministic layerwise reconstruction of every site.
 
-Presets: ``quick`` (6 to 11 minutes on two cores), ``cpu`` (15), ``paper`` (the paper's own losses, batch and steps; for a GPU). The
-first two add ReconLayerwise to the paper's losses: without it the sites of layer 0 agree privately on another circuit, and
+Presets: ``quick`` (6 to 11 minutes on two cores), ``cpu`` (15), ``paper`` (the paper's own losses, batch and steps; for a GPU).
+The first two add ReconLayerwise to the paper's losses: without it the sites of layer 0 agree privately on another circuit, and
 Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses`` is ``cpu`` without it, to show that.
 ``cpu-rank-2`` is ``cpu`` on a target whose layer 0 may use two dimensions of its head (and trains three times as long), to show
 where the number of Q0's and K0's subcomponents comes from: the heads of the other targets need six to eight. All three start
