@@ -73,6 +73,10 @@ class LossTerm:
         """The term's name in histories and messages."""
         return type(self).__name__
 
+    def weight(self, progress: float) -> float:
+        """What the value counts in the training loss when ``progress`` (0 to 1) of it is done: ``coeff`` throughout."""
+        return self.coeff
+
     def value(self, step: Step) -> Float[Tensor, ""]:
         """The term's value before its coefficient."""
         raise NotImplementedError
@@ -165,12 +169,18 @@ class _Power(torch.autograd.Function):
 class ImportanceMinimality(LossTerm):
     """Mean over real positions of ``sum_sites sum_c (upper(g) + eps)^p``; p goes linearly from ``p_start`` to ``p_final``.
 
+    With ``coeff_start`` the coefficient begins there and falls geometrically to ``coeff`` between the two shares of the
+    training in ``coeff_falls``. A strong beginning keeps importances below 1, where they are told which positions need
+    them; once above 1 at all positions neither this term (slope 0.01) nor any mask says so (not in the paper).
+
     Its pass masks every site by its importances: the pass that it makes sparse.
     """
 
     p_start: float = 0.9
     p_final: float = 0.1
     eps: float = 1e-12
+    coeff_start: float | None = None
+    coeff_falls: tuple[float, float] = (0.2, 0.7)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,6 +189,20 @@ class ImportanceMinimality(LossTerm):
                 f"ImportanceMinimality: p_start, p_final and eps must be above 0, found {self.p_start}, {self.p_final}, "
                 f"{self.eps}."
             )
+        start, (begin, end) = self.coeff_start, self.coeff_falls
+        if start is not None and not (start > 0 and self.coeff > 0 and 0 <= begin < end <= 1):
+            raise ValueError(
+                "ImportanceMinimality: coeff_start goes with a coeff above 0, is above 0 itself, and coeff_falls are two "
+                f"shares of the training, the first one smaller; found {start}, {self.coeff} and {self.coeff_falls}."
+            )
+
+    def weight(self, progress: float) -> float:
+        """The coefficient at ``progress`` in [0, 1]."""
+        if self.coeff_start is None:
+            return self.coeff
+        begin, end = self.coeff_falls
+        fallen = min(1.0, max(0.0, (progress - begin) / (end - begin)))
+        return self.coeff_start * (self.coeff / self.coeff_start) ** fallen
 
     def p(self, progress: float) -> float:
         """The exponent at ``progress`` in [0, 1]."""

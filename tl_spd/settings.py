@@ -13,7 +13,7 @@ import torch
 
 from tl_spd.checks import check_whole
 from tl_spd.components import Init
-from tl_spd.importance import ImportanceSpec
+from tl_spd.importance import AttentionImportance, ImportanceSpec
 from tl_spd.losses import LossTerm, paper_losses
 from tl_spd.run import Run
 
@@ -28,6 +28,9 @@ class Optimizer:
         clip: bounds the norm of all gradients together (None: no bound).
         component_lr: learning rate of read and write directions, where it should differ from that of the importance
             functions: real weights bear much smaller steps (None: ``lr``).
+        relative_lr: learning rate of the relative tables of :class:`~tl_spd.importance.Attention` (None: ``lr``). Scores
+            are divided by sqrt(d_attn), and one offset has to stand out from all others by several: at ``lr`` a short
+            training never gets there.
     """
 
     lr: float = 1e-3
@@ -36,11 +39,12 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float | None = None
     component_lr: float | None = None
+    relative_lr: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("adam", "adamw"):
             raise ValueError(f"Optimizer: kind must be 'adam' or 'adamw', found {self.kind!r}.")
-        rates = (self.lr, self.weight_decay, self.component_lr or 0)
+        rates = (self.lr, self.weight_decay, self.component_lr or 0, self.relative_lr or 0)
         if not (all(rate >= 0 for rate in rates) and (self.clip is None or self.clip > 0)):
             raise ValueError(
                 f"Optimizer: learning rates and weight_decay must be at least 0 and clip above 0, found {self}."
@@ -49,18 +53,24 @@ class Optimizer:
             raise ValueError(f"Optimizer: betas must be at least 0 and below 1, two of them, found {self.betas}.")
 
     def build(self, run: Run) -> torch.optim.Optimizer:
-        """The fused torch optimiser over the Run's parameters: components, then importance functions.
+        """The fused torch optimiser over the Run's parameters: components, importance functions, relative tables.
 
         Each group keeps its own learning rate under ``base_lr``, for schedules to multiply.
         """
         cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[self.kind]
-        component_lr = self.lr if self.component_lr is None else self.component_lr
+        components = [p for module in run.components.values() for p in module.parameters()]
+        tables = [module.relative for module in run.functions.values() if isinstance(module, AttentionImportance)]
+        apart = {id(table) for table in tables} if self.relative_lr is not None else set()
+        functions = [p for module in run.functions.values() for p in module.parameters()]
+        rates = (
+            (components, self.component_lr),
+            ([p for p in functions if id(p) not in apart], self.lr),
+            ([p for p in functions if id(p) in apart], self.relative_lr),
+        )
         groups = [
-            {"params": [p for module in modules for p in module.parameters()], "lr": rate, "base_lr": rate}
-            for modules, rate in (
-                (list(run.components.values()), component_lr),
-                (list(run.functions.values()), self.lr),
-            )
+            {"params": parameters, "lr": rate, "base_lr": rate}
+            for parameters, rate in ((found, self.lr if own is None else own) for found, own in rates)
+            if parameters
         ]
         betas = float(self.betas[0]), float(self.betas[1])
         return cls(groups, betas=betas, weight_decay=self.weight_decay, fused=True)

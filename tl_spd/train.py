@@ -202,8 +202,8 @@ class _Trainer:
         self.parameters = run.named_parameters()
         self.optimizer = settings.optimizer.build(run)
         self.watch = _Watch([term.name for term in settings.losses], self.parameters)
-        self.coeffs = self.optimizer.param_groups[0]["params"][0].new_tensor([term.coeff for term in settings.losses])
-        self.autocast = torch.autocast(self.coeffs.device.type, torch.bfloat16, enabled=settings.autocast)
+        self.like = self.optimizer.param_groups[0]["params"][0]
+        self.autocast = torch.autocast(self.like.device.type, torch.bfloat16, enabled=settings.autocast)
         self.data_generator = torch.Generator().manual_seed(settings.seed + 1)
         self.mask_generator = torch.Generator(host_device(model)).manual_seed(settings.seed + 2)
         self.history: list[dict[str, float]] = []
@@ -270,10 +270,14 @@ class _Trainer:
 
     def losses(self, batch: Batch, importances: Importances) -> Tensor:
         """The value of every term before its coefficient, ``[term]``; reconstruction terms are evaluated together."""
-        progress = self.step / max(1, self.settings.steps - 1)
         kl = partial(self.engine.kl, batch)
-        context = Step(self.run, importances, self.weights, progress, self.mask_generator, kl)
-        return torch.stack([value.to(self.coeffs.dtype) for value in term_values(self.settings.losses, context)])
+        context = Step(self.run, importances, self.weights, self.progress, self.mask_generator, kl)
+        return torch.stack([value.to(self.like.dtype) for value in term_values(self.settings.losses, context)])
+
+    @property
+    def progress(self) -> float:
+        """0 at the first step, 1 at the last."""
+        return self.step / max(1, self.settings.steps - 1)
 
     def due(self, every: int | None) -> bool:
         """Whether the step just made is the last one or a multiple of ``every``."""
@@ -281,7 +285,8 @@ class _Trainer:
 
     def update(self, batch: Batch, values: Tensor, importances: Importances) -> None:
         """One optimiser step on the weighted sum of ``values``, and the history's new row where one is due."""
-        settings, total = self.settings, values @ self.coeffs
+        settings = self.settings
+        total = values @ values.new_tensor([term.weight(self.progress) for term in settings.losses])
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * settings.schedule.factor(self.step, settings.steps)
         self.optimizer.zero_grad(set_to_none=True)

@@ -42,6 +42,16 @@ def test_presets_carry_the_papers_settings(name: str) -> None:
     assert (settings.seed, settings.target.seed) == (3, 3)
 
 
+def test_the_sparse_start_differs_from_the_cpu_preset_in_its_beginning_alone() -> None:
+    early, usual = InductionSettings.preset("cpu-sparse-start", seed=3), InductionSettings.preset("cpu", seed=3)
+    assert early.importance == spd.Attention(d_gate=16, start=0.0, relative="scalar", qk_gain=0.1)
+    assert early.optimizer == replace(usual.optimizer, relative_lr=30 * usual.optimizer.lr)
+    assert [term.weight(1.0) for term in early.losses] == [term.weight(1.0) for term in usual.losses]
+    differing = [term.name for term, other in zip(early.losses, usual.losses, strict=True) if term != other]
+    assert differing == ["ImportanceMinimality"]
+    assert (early.target, early.C, early.init) == (usual.target, usual.C, usual.init)
+
+
 def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(ValueError, match="No preset 'slow'"):
         InductionSettings.preset("slow")

@@ -12,6 +12,8 @@ Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses``
 ``cpu-rank-2`` is ``cpu`` on a target whose layer 0 may use two dimensions of its head (and trains three times as long), to show
 where the number of Q0's and K0's subcomponents comes from: the heads of the other targets need six to eight. All three start
 from singular vectors: from random components (``quick``) the same length of training keeps many copies of one direction.
+``cpu-sparse-start`` (10 minutes) turns Q0 and K0 on where the paper has them: its minimality begins 50 times as strong, and its
+importances can learn soon which token comes before (an even start, a table of relative biases with a learning rate of its own).
 Importances start around 0: from 1 the same number of steps leaves more subcomponents on.
 """
 
@@ -41,7 +43,7 @@ from tl_spd.experiments.induction_target import (
     train_target,
 )
 from tl_spd.importance import Attention, ImportanceSpec
-from tl_spd.losses import LossTerm, ReconLayerwise, paper_losses
+from tl_spd.losses import ImportanceMinimality, LossTerm, ReconLayerwise, paper_losses
 from tl_spd.run import Run
 from tl_spd.settings import Optimizer, Schedule
 from tl_spd.sites import HookedTransformer
@@ -86,6 +88,18 @@ class InductionSettings:
             "losses": (*paper_losses("induction"), ReconLayerwise(1.0)),
             "batch_size": 16,
         }
+        strict = ImportanceMinimality(0.02, coeff_start=1.0)
+        sparse_start = cls(
+            TargetSettings.preset("quick", seed),
+            steps=4_000,
+            init="svd",
+            importance=Attention(d_gate=16, start=0.0, relative="scalar", qk_gain=0.1),
+            **fast
+            | {
+                "optimizer": Optimizer(lr=3e-3, relative_lr=0.09),
+                "losses": tuple(strict if type(term) is type(strict) else term for term in fast["losses"]),
+            },
+        )
         presets = {
             "quick": cls(TargetSettings.preset("quick", seed), steps=4_000, **fast),
             "cpu": cls(TargetSettings.preset("quick", seed), steps=10_000, init="svd", **fast),
@@ -95,6 +109,7 @@ class InductionSettings:
                 init="svd",
                 **fast | {"losses": paper_losses("induction")},
             ),
+            "cpu-sparse-start": sparse_start,
             "cpu-rank-2": cls(replace(TargetSettings.preset("cpu", seed), qk_rank=2), steps=10_000, init="svd", **fast),
             "paper": cls(TargetSettings.preset("cpu", seed), steps=100_000, batch_size=1024),
         }
