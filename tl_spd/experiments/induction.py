@@ -12,8 +12,9 @@ Q0 or K0 alone at exactly ``m = g`` is off by several nats. ``cpu-paper-losses``
 ``cpu-rank-2`` is ``cpu`` on a target whose layer 0 may use two dimensions of its head (and trains three times as long), to show
 where the number of Q0's and K0's subcomponents comes from: the heads of the other targets need six to eight. All three start
 from singular vectors: from random components (``quick``) the same length of training keeps many copies of one direction.
-``cpu-sparse-start`` (10 minutes) turns Q0 and K0 on where the paper has them: its minimality begins 50 times as strong, and its
-importances can learn soon which token comes before (an even start, a table of relative biases with a learning rate of its own).
+``cpu-sparse-start`` (11 minutes) turns Q0 and K0 on where the paper has them, on two seeds of three: its minimality begins 50
+times as strong, and its importances can learn soon which token comes before (an even start, a table of relative biases with a
+learning rate of its own).
 Importances start around 0: from 1 the same number of steps leaves more subcomponents on.
 """
 
