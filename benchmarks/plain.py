@@ -209,9 +209,9 @@ def plain_step(
     for term, share, value in parts(model, run, terms, shown, generator, progress, one_kl):
         values[term.name] = values[term.name] + share * value.detach()
         if by_pass:
-            add(term.coeff * share * value)
+            add(term.coeff_at(progress) * share * value)
         else:
-            total = total + term.coeff * share * value
+            total = total + term.coeff_at(progress) * share * value
     if not by_pass:
         gradients = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
         return values, list(gradients)

@@ -24,6 +24,9 @@ from tl_spd.losses import Step, host_weights
 from tl_spd.run import Run, new_run
 from tl_spd.sites import HookedTransformer, HookedTransformerConfig, find_sites
 
+PROGRESS = 0.5
+"""The share of a training at which its steps are timed."""
+
 
 @dataclass
 class Arguments:
@@ -77,17 +80,17 @@ def make_steps(
     def ours() -> None:
         batch = engine.observe(sample().to(DEVICE))
         found = engine.importances(batch)
-        step = Step(run, found, weights, 0.5, generator, lambda passes: engine.kl(batch, passes))
+        step = Step(run, found, weights, PROGRESS, generator, lambda passes: engine.kl(batch, passes))
         groups = {t.name: t.passes(found, generator) for t in terms if isinstance(t, spd.ReconTerm)}
         kl = engine.kl(batch, [entry for group in groups.values() for entry in group])
         parts = dict(zip(groups, kl.split([len(group) for group in groups.values()]), strict=True))
-        total = sum(t.coeff * (parts[t.name].mean() if t.name in parts else t.value(step)) for t in terms)
+        total = sum(t.coeff_at(PROGRESS) * (parts[t.name].mean() if t.name in parts else t.value(step)) for t in terms)
         optimizer.zero_grad()
         total.backward()  # type: ignore[union-attr]
         optimizer.step()
 
     def plain() -> None:
-        args = (model, run, terms, sample().to(DEVICE), generator, None, last_token_only, 0.5)
+        args = (model, run, terms, sample().to(DEVICE), generator, None, last_token_only, PROGRESS)
         _, gradients = plain_step(*args, by_pass=by_pass)
         for parameter, gradient in zip(run.parameters(), gradients, strict=True):
             parameter.grad = gradient

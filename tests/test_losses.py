@@ -458,8 +458,8 @@ def test_exponents_that_are_not_above_zero_are_refused(name: str, value: float) 
 def test_minimality_falls_from_its_first_coefficient_to_its_own() -> None:
     term = spd.ImportanceMinimality(0.01, coeff_start=1.0, coeff_falls=(0.2, 0.6))
     at = {0.0: 1.0, 0.2: 1.0, 0.3: 10**-0.5, 0.4: 0.1, 0.5: 10**-1.5, 0.6: 0.01, 1.0: 0.01}
-    assert {progress: term.weight(progress) for progress in at} == pytest.approx(at)
-    assert [spd.ImportanceMinimality(0.01).weight(progress) for progress in at] == [0.01] * len(at)
+    assert {progress: term.coeff_at(progress) for progress in at} == pytest.approx(at)
+    assert [spd.ImportanceMinimality(0.01).coeff_at(progress) for progress in at] == [0.01] * len(at)
 
 
 @pytest.mark.parametrize("cls", [spd.ReconPartial, spd.StochasticReconPartial])

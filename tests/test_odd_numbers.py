@@ -233,7 +233,7 @@ NUMBERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     ),
     "coeff_falls": (
         lambda m, r, g, x: spd.ImportanceMinimality(coeff_start=1.0, coeff_falls=x),
-        ((0.5, 0.5), (0.7, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 0.5)),
+        ((0.5, 0.5), (0.7, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 0.5), (0.5,)),
         "coeff_falls are two shares",
     ),
     "qk_gain": (lambda m, r, g, x: spd.Attention(qk_gain=x), (0, -1.0, NAN, INF), "qk_gain must be a number above 0"),

@@ -187,6 +187,11 @@ def test_relative_tables_move_at_their_own_rate() -> None:
     assert moved == pytest.approx({name: 0.2 if name in tables else 0.01 for name in moved}, rel=1e-3)
 
 
+def test_a_rate_for_relative_tables_is_refused_where_there_are_none() -> None:
+    with pytest.raises(ValueError, match=r"relative_lr=0.2 is for relative tables, and Vector\(.*\) has none"):
+        tiny_decompose(tiny_host(), optimizer=spd.Optimizer(relative_lr=0.2))
+
+
 def test_a_small_qk_gain_starts_smaller_queries_and_keys_alone() -> None:
     settings: dict[str, Any] = dict(steps=1, optimizer=LEARN_NOTHING)
     usual = tiny_decompose(tiny_host(), importance=spd.Attention(d_gate=2), **settings).tensors()

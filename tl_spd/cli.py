@@ -60,7 +60,7 @@ class Induction:
     preset: Literal["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "cpu-sparse-start", "paper"] = "quick"
     """quick: 6 to 11 minutes on two cores; cpu: 15; cpu-paper-losses: cpu without ReconLayerwise; cpu-rank-2: cpu on a target
     whose layer 0 uses two dimensions of its head (20); cpu-sparse-start: with a strong minimality first, which finds where Q0
-    and K0 are needed (10); paper: the paper's batch and steps."""
+    and K0 are needed (11); paper: the paper's batch and steps."""
     seed: int = 0
     resume: bool = False
     """Go on from where the decomposition was interrupted."""

@@ -73,7 +73,7 @@ class LossTerm:
         """The term's name in histories and messages."""
         return type(self).__name__
 
-    def weight(self, progress: float) -> float:
+    def coeff_at(self, progress: float) -> float:
         """What the value counts in the training loss when ``progress`` (0 to 1) of it is done: ``coeff`` throughout."""
         return self.coeff
 
@@ -189,14 +189,18 @@ class ImportanceMinimality(LossTerm):
                 f"ImportanceMinimality: p_start, p_final and eps must be above 0, found {self.p_start}, {self.p_final}, "
                 f"{self.eps}."
             )
-        start, (begin, end) = self.coeff_start, self.coeff_falls
-        if start is not None and not (start > 0 and self.coeff > 0 and 0 <= begin < end <= 1):
+        falls, start = self.coeff_falls, self.coeff_start
+        if (
+            len(falls) != 2
+            or not 0 <= falls[0] < falls[1] <= 1
+            or (start is not None and not (start > 0 and self.coeff > 0))
+        ):
             raise ValueError(
                 "ImportanceMinimality: coeff_start goes with a coeff above 0, is above 0 itself, and coeff_falls are two "
-                f"shares of the training, the first one smaller; found {start}, {self.coeff} and {self.coeff_falls}."
+                f"shares of the training, the first one smaller; found {start}, {self.coeff} and {falls}."
             )
 
-    def weight(self, progress: float) -> float:
+    def coeff_at(self, progress: float) -> float:
         """The coefficient at ``progress`` in [0, 1]."""
         if self.coeff_start is None:
             return self.coeff

@@ -56,20 +56,25 @@ class Optimizer:
         """The fused torch optimiser over the Run's parameters: components, importance functions, relative tables.
 
         Each group keeps its own learning rate under ``base_lr``, for schedules to multiply.
+
+        Raises:
+            ValueError: ``relative_lr`` is given and no importance function has a relative table.
         """
         cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[self.kind]
-        components = [p for module in run.components.values() for p in module.parameters()]
-        tables = [module.relative for module in run.functions.values() if isinstance(module, AttentionImportance)]
-        apart = {id(table) for table in tables} if self.relative_lr is not None else set()
-        functions = [p for module in run.functions.values() for p in module.parameters()]
-        rates = (
-            (components, self.component_lr),
-            ([p for p in functions if id(p) not in apart], self.lr),
-            ([p for p in functions if id(p) in apart], self.relative_lr),
-        )
+        component_lr = self.lr if self.component_lr is None else self.component_lr
+        functions, apart = list(run.functions.values()), self.relative_lr is not None
+        tables = [module.relative for module in functions if apart and isinstance(module, AttentionImportance)]
+        if apart and not tables:
+            raise ValueError(
+                f"Optimizer: relative_lr={self.relative_lr} is for relative tables, and {run.importance} has none; leave it out."
+            )
         groups = [
             {"params": parameters, "lr": rate, "base_lr": rate}
-            for parameters, rate in ((found, self.lr if own is None else own) for found, own in rates)
+            for parameters, rate in (
+                ([p for module in run.components.values() for p in module.parameters()], component_lr),
+                ([p for module in functions for p in module.parameters() if all(p is not t for t in tables)], self.lr),
+                (tables, self.relative_lr),
+            )
             if parameters
         ]
         betas = float(self.betas[0]), float(self.betas[1])

@@ -286,7 +286,7 @@ class _Trainer:
     def update(self, batch: Batch, values: Tensor, importances: Importances) -> None:
         """One optimiser step on the weighted sum of ``values``, and the history's new row where one is due."""
         settings = self.settings
-        total = values @ values.new_tensor([term.weight(self.progress) for term in settings.losses])
+        total = values @ values.new_tensor([term.coeff_at(self.progress) for term in settings.losses])
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * settings.schedule.factor(self.step, settings.steps)
         self.optimizer.zero_grad(set_to_none=True)

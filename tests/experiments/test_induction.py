@@ -42,13 +42,13 @@ def test_presets_carry_the_papers_settings(name: str) -> None:
     assert (settings.seed, settings.target.seed) == (3, 3)
 
 
-def test_the_sparse_start_differs_from_the_cpu_preset_in_its_beginning_alone() -> None:
+def test_the_sparse_start_ends_with_the_losses_of_the_cpu_preset_on_its_target() -> None:
     early, usual = InductionSettings.preset("cpu-sparse-start", seed=3), InductionSettings.preset("cpu", seed=3)
     assert early.importance == spd.Attention(d_gate=16, start=0.0, relative="scalar", qk_gain=0.1)
     assert early.optimizer == replace(usual.optimizer, relative_lr=30 * usual.optimizer.lr)
-    assert [term.weight(1.0) for term in early.losses] == [term.weight(1.0) for term in usual.losses]
-    differing = [term.name for term, other in zip(early.losses, usual.losses, strict=True) if term != other]
-    assert differing == ["ImportanceMinimality"]
+    assert [term.coeff_at(1.0) for term in early.losses] == [term.coeff_at(1.0) for term in usual.losses]
+    first = {a.name: a.coeff_at(0.0) / b.coeff_at(0.0) for a, b in zip(early.losses, usual.losses, strict=True)}
+    assert {name: ratio for name, ratio in first.items() if ratio != 1} == {"ImportanceMinimality": pytest.approx(50)}
     assert (early.target, early.C, early.init) == (usual.target, usual.C, usual.init)
 
 

@@ -89,17 +89,9 @@ class InductionSettings:
             "losses": (*paper_losses("induction"), ReconLayerwise(1.0)),
             "batch_size": 16,
         }
-        strict = ImportanceMinimality(0.02, coeff_start=1.0)
-        sparse_start = cls(
-            TargetSettings.preset("quick", seed),
-            steps=4_000,
-            init="svd",
-            importance=Attention(d_gate=16, start=0.0, relative="scalar", qk_gain=0.1),
-            **fast
-            | {
-                "optimizer": Optimizer(lr=3e-3, relative_lr=0.09),
-                "losses": tuple(strict if type(term) is type(strict) else term for term in fast["losses"]),
-            },
+        strong_first = tuple(
+            replace(term, coeff_start=1.0) if isinstance(term, ImportanceMinimality) else term
+            for term in fast["losses"]
         )
         presets = {
             "quick": cls(TargetSettings.preset("quick", seed), steps=4_000, **fast),
@@ -110,7 +102,13 @@ class InductionSettings:
                 init="svd",
                 **fast | {"losses": paper_losses("induction")},
             ),
-            "cpu-sparse-start": sparse_start,
+            "cpu-sparse-start": cls(
+                TargetSettings.preset("quick", seed),
+                steps=4_000,
+                init="svd",
+                importance=Attention(d_gate=16, start=0.0, relative="scalar", qk_gain=0.1),
+                **fast | {"losses": strong_first, "optimizer": Optimizer(lr=3e-3, relative_lr=0.09)},
+            ),
             "cpu-rank-2": cls(replace(TargetSettings.preset("cpu", seed), qk_rank=2), steps=10_000, init="svd", **fast),
             "paper": cls(TargetSettings.preset("cpu", seed), steps=100_000, batch_size=1024),
         }
