@@ -243,6 +243,21 @@ def test_attention_equals_a_double_loop(monkeypatch: pytest.MonkeyPatch, spec: s
     np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("d_attn", [None, 3])
+def test_attention_of_a_given_reach_starts_falling_by_a_factor_e_every_so_many_tokens(d_attn: int | None) -> None:
+    usual, local = (
+        dict(built(spd.Attention(d_gate=2, d_attn=d_attn, relative="scalar", reach=reach)).named_parameters())
+        for reach in (None, 1.5)
+    )
+    assert all(torch.equal(local[name], value) for name, value in usual.items() if name != "relative")
+    table = (local["relative"] - usual["relative"]).detach()[1:]
+    alike, values = torch.zeros(1, N_CTX, d_attn or 5).double(), torch.eye(N_CTX)[None].double()
+    (pattern,) = attend(alike, alike, values, table, None, "eager")
+    for i in range(N_CTX):
+        for j in range(N_CTX):
+            assert (pattern[i, j] / pattern[i, i]).item() == pytest.approx(math.exp(-abs(i - j) / 1.5))
+
+
 @pytest.mark.parametrize("pos", [1, 2, N_CTX])
 def test_relative_scores_at_the_ends_of_the_table(pos: int) -> None:
     q, table, biases = (

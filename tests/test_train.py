@@ -176,31 +176,6 @@ def test_steps_are_hand_made_steps(optimizer: spd.Optimizer, schedule: spd.Sched
         )
 
 
-def test_relative_tables_move_at_their_own_rate() -> None:
-    # Adam's first step is the learning rate along the gradient's sign, where the gradient is far above eps.
-    settings: dict[str, Any] = dict(steps=1, importance=spd.Attention(d_gate=2))
-    start = tiny_decompose(tiny_host(), optimizer=LEARN_NOTHING, **settings).tensors()
-    end = tiny_decompose(tiny_host(), optimizer=spd.Optimizer(lr=0.01, relative_lr=0.2), **settings).tensors()
-    moved = {name: (end[name] - start[name]).abs().max().item() for name in start}
-    tables = [name for name in moved if name.endswith("/relative")]
-    assert len(tables) == len(SITES)
-    assert moved == pytest.approx({name: 0.2 if name in tables else 0.01 for name in moved}, rel=1e-3)
-
-
-def test_a_rate_for_relative_tables_is_refused_where_there_are_none() -> None:
-    with pytest.raises(ValueError, match=r"relative_lr=0.2 is for relative tables, and Vector\(.*\) has none"):
-        tiny_decompose(tiny_host(), optimizer=spd.Optimizer(relative_lr=0.2))
-
-
-def test_a_small_qk_gain_starts_smaller_queries_and_keys_alone() -> None:
-    settings: dict[str, Any] = dict(steps=1, optimizer=LEARN_NOTHING)
-    usual = tiny_decompose(tiny_host(), importance=spd.Attention(d_gate=2), **settings).tensors()
-    even = tiny_decompose(tiny_host(), importance=spd.Attention(d_gate=2, qk_gain=0.1), **settings).tensors()
-    for name, value in usual.items():
-        factor = 0.1 if name.endswith(("/W_Q", "/W_K")) else 1.0
-        torch.testing.assert_close(even[name], factor * value)
-
-
 def test_minimality_counts_as_its_coefficient_at_each_step_says() -> None:
     term = spd.ImportanceMinimality(0.1, coeff_start=10.0, coeff_falls=(0.25, 0.75))
     run = tiny_decompose(tiny_host(), steps=5, losses=[term, spd.Recon(0.7)], optimizer=LEARN_NOTHING)

@@ -40,7 +40,7 @@ PROMPTS = (
     "The opposite of hot is cold",
 )
 PRESETS = {
-    "induction": ("quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "cpu-sparse-start", "paper"),
+    "induction": ("quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"),
     "facts": ("quick", "cpu", "gpt2"),
 }
 SAMPLED_PROMPTS = 3
@@ -57,10 +57,9 @@ class Induction:
 
     out: Path
     """Folder for the results."""
-    preset: Literal["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "cpu-sparse-start", "paper"] = "quick"
-    """quick: 6 to 11 minutes on two cores; cpu: 15; cpu-paper-losses: cpu without ReconLayerwise; cpu-rank-2: cpu on a target
-    whose layer 0 uses two dimensions of its head (20); cpu-sparse-start: with a strong minimality first, which finds where Q0
-    and K0 are needed (11); paper: the paper's batch and steps."""
+    preset: Literal["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"] = "quick"
+    """quick: 6 to 11 minutes on two cores; cpu: 15 to 20; cpu-paper-losses: as long, with the paper's losses and importances
+    alone; cpu-rank-2: cpu on a target whose layer 0 uses two dimensions of its head; paper: the paper's batch and steps."""
     seed: int = 0
     resume: bool = False
     """Go on from where the decomposition was interrupted."""

@@ -260,8 +260,9 @@ class Attention(ImportanceSpec):
 
     ``d_attn`` is the width of queries and keys (default: that of the input). ``relative="vector"``: a table ``[2 n_ctx,
     d_attn]`` meets the queries, ``r_ij = q_i . R[j - i + n_ctx]``; ``"scalar"``: a table ``[2 n_ctx]`` of biases.
-    ``backend``: see :mod:`tl_spd.attend`; the same numbers from each. ``qk_gain`` scales the initial W_Q and W_K: with 0.1
-    attention starts nearly even, and the relative term is not drowned by what the tokens are.
+    ``backend``: see :mod:`tl_spd.attend`; the same numbers from each. ``reach``: biases start such that attention falls by
+    a factor e every so many tokens, on both sides. From an even start (None) a training that makes importances sparse at
+    once may be over before any of them has learnt which token comes before.
     """
 
     d_gate: int = 16
@@ -269,14 +270,17 @@ class Attention(ImportanceSpec):
     relative: Literal["vector", "scalar"] = "vector"
     backend: Backend = "auto"
     start: float = 1.0
-    qk_gain: float = 1.0
+    reach: float | None = None
 
     def __post_init__(self) -> None:
         _positive(d_gate=self.d_gate, d_attn=self.d_attn)
-        if not 0 < self.qk_gain < float("inf"):
-            raise ValueError(f"Attention: qk_gain must be a number above 0, found {self.qk_gain}.")
         if self.relative not in ("vector", "scalar"):
             raise ValueError(f"relative must be 'vector' or 'scalar', found {self.relative!r}.")
+        if self.reach is not None and not (self.reach > 0 and self.relative == "scalar"):
+            raise ValueError(
+                "Attention: reach must be a number of tokens above 0, and needs the biases of relative='scalar', found "
+                f"{self.reach} and {self.relative!r}."
+            )
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, found {self.backend!r}.")
 
@@ -292,12 +296,15 @@ class AttentionImportance(nn.Module):
         super().__init__()
         d_attn = spec.d_attn or d_in
         self.spec, self.n_ctx = spec, n_ctx
-        self.W_Q = nn.Parameter(normal(d_in, d_attn, std=spec.qk_gain * d_in**-0.5))
-        self.W_K = nn.Parameter(normal(d_in, d_attn, std=spec.qk_gain * d_in**-0.5))
+        self.W_Q = nn.Parameter(normal(d_in, d_attn, std=d_in**-0.5))
+        self.W_K = nn.Parameter(normal(d_in, d_attn, std=d_in**-0.5))
         self.W_V = nn.Parameter(normal(d_in, d_in, std=d_in**-0.5))
         self.absolute = nn.Parameter(normal(n_ctx, d_in, std=0.02))
         shape = (2 * n_ctx, d_attn) if spec.relative == "vector" else (2 * n_ctx,)
         self.relative = nn.Parameter(normal(*shape, std=0.02))
+        if spec.reach is not None:  # scores, and so these biases, are divided by sqrt(d_attn)
+            distance = (torch.arange(2 * n_ctx, device=self.relative.device) - n_ctx).abs()
+            self.relative.data -= d_attn**0.5 / spec.reach * distance
         self.gates = _Gates(2 * d_in, spec, C, normal)
 
     def forward(

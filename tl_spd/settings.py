@@ -13,7 +13,7 @@ import torch
 
 from tl_spd.checks import check_whole
 from tl_spd.components import Init
-from tl_spd.importance import AttentionImportance, ImportanceSpec
+from tl_spd.importance import ImportanceSpec
 from tl_spd.losses import LossTerm, paper_losses
 from tl_spd.run import Run
 
@@ -28,9 +28,6 @@ class Optimizer:
         clip: bounds the norm of all gradients together (None: no bound).
         component_lr: learning rate of read and write directions, where it should differ from that of the importance
             functions: real weights bear much smaller steps (None: ``lr``).
-        relative_lr: learning rate of the relative tables of :class:`~tl_spd.importance.Attention` (None: ``lr``). Scores
-            are divided by sqrt(d_attn), and one offset has to stand out from all others by several: at ``lr`` a short
-            training never gets there.
     """
 
     lr: float = 1e-3
@@ -39,12 +36,11 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float | None = None
     component_lr: float | None = None
-    relative_lr: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("adam", "adamw"):
             raise ValueError(f"Optimizer: kind must be 'adam' or 'adamw', found {self.kind!r}.")
-        rates = (self.lr, self.weight_decay, self.component_lr or 0, self.relative_lr or 0)
+        rates = (self.lr, self.weight_decay, self.component_lr or 0)
         if not (all(rate >= 0 for rate in rates) and (self.clip is None or self.clip > 0)):
             raise ValueError(
                 f"Optimizer: learning rates and weight_decay must be at least 0 and clip above 0, found {self}."
@@ -53,29 +49,18 @@ class Optimizer:
             raise ValueError(f"Optimizer: betas must be at least 0 and below 1, two of them, found {self.betas}.")
 
     def build(self, run: Run) -> torch.optim.Optimizer:
-        """The fused torch optimiser over the Run's parameters: components, importance functions, relative tables.
+        """The fused torch optimiser over the Run's parameters: components, then importance functions.
 
         Each group keeps its own learning rate under ``base_lr``, for schedules to multiply.
-
-        Raises:
-            ValueError: ``relative_lr`` is given and no importance function has a relative table.
         """
         cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[self.kind]
         component_lr = self.lr if self.component_lr is None else self.component_lr
-        functions, apart = list(run.functions.values()), self.relative_lr is not None
-        tables = [module.relative for module in functions if apart and isinstance(module, AttentionImportance)]
-        if apart and not tables:
-            raise ValueError(
-                f"Optimizer: relative_lr={self.relative_lr} is for relative tables, and {run.importance} has none; leave it out."
-            )
         groups = [
-            {"params": parameters, "lr": rate, "base_lr": rate}
-            for parameters, rate in (
-                ([p for module in run.components.values() for p in module.parameters()], component_lr),
-                ([p for module in functions for p in module.parameters() if all(p is not t for t in tables)], self.lr),
-                (tables, self.relative_lr),
+            {"params": [p for module in modules for p in module.parameters()], "lr": rate, "base_lr": rate}
+            for modules, rate in (
+                (list(run.components.values()), component_lr),
+                (list(run.functions.values()), self.lr),
             )
-            if parameters
         ]
         betas = float(self.betas[0]), float(self.betas[1])
         return cls(groups, betas=betas, weight_decay=self.weight_decay, fused=True)

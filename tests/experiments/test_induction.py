@@ -29,27 +29,28 @@ def test_named_positions_part_every_sequence() -> None:
 
 
 @pytest.mark.parametrize("name", ["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"])
-def test_presets_carry_the_papers_settings(name: str) -> None:
+def test_presets_end_with_the_papers_settings(name: str) -> None:
     settings = InductionSettings.preset(name, seed=3)
-    assert (settings.C, settings.importance, settings.task) == (
-        100,
-        spd.Attention(d_gate=16, start=0.0),
-        InductionTask(),
-    )
-    coefficients = {term.name: term.coeff for term in settings.losses}
+    assert isinstance(settings.importance, spd.Attention)
+    assert (settings.C, settings.importance.d_gate, settings.task) == (100, 16, InductionTask())
+    coefficients = {term.name: term.coeff_at(1.0) for term in settings.losses}
     paper = {term.name: term.coeff for term in spd.paper_losses("induction")}
     assert {key: coefficients[key] for key in paper} == paper
     assert (settings.seed, settings.target.seed) == (3, 3)
 
 
-def test_the_sparse_start_ends_with_the_losses_of_the_cpu_preset_on_its_target() -> None:
-    early, usual = InductionSettings.preset("cpu-sparse-start", seed=3), InductionSettings.preset("cpu", seed=3)
-    assert early.importance == spd.Attention(d_gate=16, start=0.0, relative="scalar", qk_gain=0.1)
-    assert early.optimizer == replace(usual.optimizer, relative_lr=30 * usual.optimizer.lr)
-    assert [term.coeff_at(1.0) for term in early.losses] == [term.coeff_at(1.0) for term in usual.losses]
-    first = {a.name: a.coeff_at(0.0) / b.coeff_at(0.0) for a, b in zip(early.losses, usual.losses, strict=True)}
-    assert {name: ratio for name, ratio in first.items() if ratio != 1} == {"ImportanceMinimality": pytest.approx(50)}
-    assert (early.target, early.C, early.init) == (usual.target, usual.C, usual.init)
+def test_only_the_presets_with_the_papers_losses_keep_the_papers_start() -> None:
+    for name in ("quick", "cpu", "cpu-rank-2", "cpu-paper-losses", "paper"):
+        settings = InductionSettings.preset(name, seed=3)
+        ends = {term.name: term.coeff for term in settings.losses}
+        start = {term.name: term.coeff_at(0.0) / ends[term.name] for term in settings.losses}
+        if name in ("cpu-paper-losses", "paper"):
+            assert settings.losses == spd.paper_losses("induction")
+            assert settings.importance == spd.Attention(d_gate=16, start=0.0)
+        else:
+            assert start.pop("ImportanceMinimality") == pytest.approx(50)
+            assert settings.importance == spd.Attention(d_gate=16, start=0.0, relative="scalar", reach=2.0)
+        assert set(start.values()) == {1.0}
 
 
 def test_an_unknown_preset_is_refused() -> None:
