@@ -39,18 +39,17 @@ def test_presets_end_with_the_papers_settings(name: str) -> None:
     assert (settings.seed, settings.target.seed) == (3, 3)
 
 
-def test_only_the_presets_with_the_papers_losses_keep_the_papers_start() -> None:
+def test_only_quick_and_cpu_have_a_sparse_start() -> None:
     for name in ("quick", "cpu", "cpu-rank-2", "cpu-paper-losses", "paper"):
         settings = InductionSettings.preset(name, seed=3)
         ends = {term.name: term.coeff for term in settings.losses}
         start = {term.name: term.coeff_at(0.0) / ends[term.name] for term in settings.losses}
-        if name in ("cpu-paper-losses", "paper"):
-            assert settings.losses == spd.paper_losses("induction")
-            assert settings.importance == spd.Attention(d_gate=16, start=0.0)
-        else:
-            assert start.pop("ImportanceMinimality") == pytest.approx(50)
-            assert settings.importance == spd.Attention(d_gate=16, start=0.0, relative="scalar", reach=2.0)
-        assert set(start.values()) == {1.0}
+        early = name in ("quick", "cpu")
+        where = dict(relative="scalar", reach=2.0) if early else {}
+        assert settings.importance == spd.Attention(d_gate=16, start=0.0, **where)  # type: ignore[arg-type]
+        assert start == pytest.approx(dict.fromkeys(start, 1.0) | {"ImportanceMinimality": 25.0 if early else 1.0})
+        added = set(start) - {term.name for term in spd.paper_losses("induction")}
+        assert added == (set() if name in ("cpu-paper-losses", "paper") else {"ReconLayerwise"})
 
 
 def test_an_unknown_preset_is_refused() -> None:
