@@ -39,8 +39,9 @@ def built(spec: spd.ImportanceSpec, seed: int = 0, site: Site = SITE, dtype: tor
     """The function of ``spec`` with every parameter random, biases too."""
     source = generator(seed)
 
-    def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=dtype) * (std or 0.5) + mean
+    def normal(*shape: int, std: float, mean: Any = 0.0) -> Tensor:
+        drawn = torch.randn(shape, generator=source, dtype=dtype) * (std or 0.5)
+        return drawn + (mean(drawn) if callable(mean) else mean)
 
     return spec.build(site, C, N_CTX, normal)
 
@@ -255,7 +256,14 @@ def test_attention_of_a_given_reach_starts_falling_by_a_factor_e_every_so_many_t
     (pattern,) = attend(alike, alike, values, table, None, "eager")
     for i in range(N_CTX):
         for j in range(N_CTX):
-            assert (pattern[i, j] / pattern[i, i]).item() == pytest.approx(math.exp(-abs(i - j) / 1.5))
+            assert (pattern[i, j] / pattern[i, i]).item() == pytest.approx(math.exp(-abs(i - j) / 1.5), rel=1e-12)
+
+
+def test_a_reach_is_refused_where_the_table_meets_the_queries() -> None:
+    with pytest.raises(
+        ValueError, match=r"reach must be .*needs the biases of relative='scalar', found 2.0 and 'vector'"
+    ):
+        spd.Attention(reach=2.0)
 
 
 @pytest.mark.parametrize("pos", [1, 2, N_CTX])
@@ -484,7 +492,13 @@ def test_every_function_passes_gradcheck(spec: spd.ImportanceSpec) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [spd.Scalar(3), spd.Vector(5), spd.Shared(7), spd.Attention(4, 2, "scalar", "eager"), spd.Attention()],
+    [
+        spd.Scalar(3),
+        spd.Vector(5),
+        spd.Shared(7),
+        spd.Attention(4, 2, "scalar", "eager", reach=2.5),
+        spd.Attention(),
+    ],
     ids=str,
 )
 def test_a_specification_survives_json(spec: spd.ImportanceSpec) -> None:

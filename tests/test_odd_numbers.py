@@ -235,7 +235,11 @@ NUMBERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         ((0.5, 0.5), (0.7, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 0.5), (0.5,)),
         "coeff_falls are two shares",
     ),
-    "reach": (lambda m, r, g, x: spd.Attention(relative="scalar", reach=x), (0, -1.0, NAN), "reach must be a number"),
+    "reach": (
+        lambda m, r, g, x: spd.Attention(relative="scalar", reach=x),
+        (0, -1.0, NAN, INF),
+        "reach must be a number",
+    ),
     "samples": (lambda m, r, g, x: spd.StochasticRecon(samples=x), (0, 1.5, NAN), "samples must be"),
     "d_gate": (lambda m, r, g, x: spd.Vector(d_gate=x), (0, 1.5, NAN), "d_gate must be"),
     "hidden": (lambda m, r, g, x: spd.Shared(hidden=x), (0, 1.5, NAN), "hidden must be"),

@@ -28,6 +28,7 @@ SPECS = [
     spd.Shared(hidden=3),
     spd.Attention(d_gate=2, d_attn=3),
     spd.Attention(d_gate=2, relative="scalar"),
+    spd.Attention(d_gate=2, relative="scalar", reach=2.0),
 ]
 
 

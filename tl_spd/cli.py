@@ -58,8 +58,8 @@ class Induction:
     out: Path
     """Folder for the results."""
     preset: Literal["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"] = "quick"
-    """quick: 6 to 11 minutes on two cores; cpu: 15 to 25; cpu-paper-losses: as long, with the paper's losses and importances
-    alone; cpu-rank-2: on a target whose layer 0 uses two dimensions of its head; paper: the paper's batch and steps."""
+    """quick: 6 to 11 minutes on two cores; cpu: 15 to 25; cpu-paper-losses: the paper's losses and importances alone (15 to 18);
+    cpu-rank-2: a target whose layer 0 uses two dimensions of its head (26 to 34); paper: the paper's batch and steps."""
     seed: int = 0
     resume: bool = False
     """Go on from where the decomposition was interrupted."""

@@ -128,7 +128,8 @@ class ImportanceSpec:
         """A module with ``forward(x, inner, real) -> gamma``.
 
         ``x: [batch, pos, d_importance]``, ``inner: [batch, pos, C]``, ``real: [batch, pos]`` or None, result
-        ``[batch, pos, C]`` before the sigmoid. ``normal(*shape, std=..., mean=0.0)`` draws initial values in the right dtype.
+        ``[batch, pos, C]`` before the sigmoid. ``normal(*shape, std=..., mean=0.0)`` draws initial values in the right dtype;
+        ``mean`` may be a function of what was drawn around 0, which is not called where the values will be read from a file.
         """
         raise NotImplementedError
 
@@ -262,7 +263,8 @@ class Attention(ImportanceSpec):
     d_attn]`` meets the queries, ``r_ij = q_i . R[j - i + n_ctx]``; ``"scalar"``: a table ``[2 n_ctx]`` of biases.
     ``backend``: see :mod:`tl_spd.attend`; the same numbers from each. ``reach``: biases start such that attention falls by
     a factor e every so many tokens, on both sides. From an even start (None) a training that makes importances sparse at
-    once may be over before any of them has learnt which token comes before.
+    once may be over before any of them has learnt which token comes before. What starts some hundred times the reach away
+    is not attended to in float32, and learns nothing.
     """
 
     d_gate: int = 16
@@ -276,7 +278,7 @@ class Attention(ImportanceSpec):
         _positive(d_gate=self.d_gate, d_attn=self.d_attn)
         if self.relative not in ("vector", "scalar"):
             raise ValueError(f"relative must be 'vector' or 'scalar', found {self.relative!r}.")
-        if self.reach is not None and not (self.reach > 0 and self.relative == "scalar"):
+        if self.reach is not None and not (0 < self.reach < float("inf") and self.relative == "scalar"):
             raise ValueError(
                 "Attention: reach must be a number of tokens above 0, and needs the biases of relative='scalar', found "
                 f"{self.reach} and {self.relative!r}."
@@ -301,10 +303,12 @@ class AttentionImportance(nn.Module):
         self.W_V = nn.Parameter(normal(d_in, d_in, std=d_in**-0.5))
         self.absolute = nn.Parameter(normal(n_ctx, d_in, std=0.02))
         shape = (2 * n_ctx, d_attn) if spec.relative == "vector" else (2 * n_ctx,)
-        self.relative = nn.Parameter(normal(*shape, std=0.02))
-        if spec.reach is not None:  # scores, and so these biases, are divided by sqrt(d_attn)
-            distance = (torch.arange(2 * n_ctx, device=self.relative.device) - n_ctx).abs()
-            self.relative.data -= d_attn**0.5 / spec.reach * distance
+
+        def nearby(like: Tensor) -> Tensor:  # scores, and so these biases, are divided by sqrt(d_attn)
+            assert spec.reach is not None
+            return torch.arange(-n_ctx, n_ctx).to(like).abs() * (-(d_attn**0.5) / spec.reach)
+
+        self.relative = nn.Parameter(normal(*shape, std=0.02, mean=0.0 if spec.reach is None else nearby))
         self.gates = _Gates(2 * d_in, spec, C, normal)
 
     def forward(

@@ -242,7 +242,7 @@ def _run_on_meta(host: HookedTransformer, settings: Settings) -> Run:
     counts = settings.counts([site.name for site in sites])
     dtype = run_dtype(host)
 
-    def empty(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+    def empty(*shape: int, std: float = 1.0, mean: object = 0.0) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     components, functions = {}, {}

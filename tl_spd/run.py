@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,8 +206,9 @@ def new_run(
     generator = torch.Generator().manual_seed(seed)
     sites, longest, dtype = tuple(sites), n_ctx(model), run_dtype(model)
 
-    def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype) * std + mean
+    def normal(*shape: int, std: float, mean: float | Callable[[Tensor], Tensor] = 0.0) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, dtype=dtype) * std
+        return drawn + (mean(drawn) if callable(mean) else mean)
 
     inputs = site_inputs(model, sites, *batch) if init == "inputs" and batch is not None else {}
     components, functions = {}, {}
@@ -352,7 +353,7 @@ def _unfilled(
     """A Run of the recorded shapes in memory that nothing touches before the tensors have been found to fit."""
     dtype = run_dtype(model)
 
-    def empty(*shape: int, std: float = 0.0, mean: float = 0.0) -> Tensor:
+    def empty(*shape: int, std: float = 0.0, mean: object = 0.0) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
     try:

@@ -46,6 +46,15 @@ def test_pareto_rows_equal_runs_made_alone(last: bool) -> None:
     assert table.recon.nunique() == 2
 
 
+def test_a_strong_start_is_swept_in_proportion() -> None:
+    settings = SETTINGS | dict(C=3, losses=(LOSSES[0], ImportanceMinimality(0.1, coeff_start=5.0), LOSSES[2]))
+    table = pareto(tiny_host("gpt2"), tiny_tokens(), tiny_tokens(), coefficients=(0.2,), **settings)
+    alone = settings | dict(losses=(LOSSES[0], ImportanceMinimality(0.2, coeff_start=10.0), LOSSES[2]))
+    run = decompose(tiny_host("gpt2"), tiny_tokens(), **alone)
+    wanted = evaluate(run=run, model=tiny_host("gpt2"), tokens=tiny_tokens(), adversary=None)
+    assert table.recon.tolist() == wanted[wanted.metric == "recon"].value.tolist()
+
+
 def test_efficient_rows_are_those_that_no_other_beats() -> None:
     table = pd.DataFrame({"recon": [1.0, 2.0, 2.0, 3.0], "L0": [9.0, 5.0, 6.0, 5.0]})
     assert [_beaten(table, row.recon, row.L0) for row in table.itertuples()] == [False, False, True, True]

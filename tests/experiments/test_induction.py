@@ -28,28 +28,27 @@ def test_named_positions_part_every_sequence() -> None:
     assert torch.equal(named["s2"].nonzero()[:, 1], torch.full((50,), 5))
 
 
-@pytest.mark.parametrize("name", ["quick", "cpu", "cpu-paper-losses", "cpu-rank-2", "paper"])
-def test_presets_end_with_the_papers_settings(name: str) -> None:
-    settings = InductionSettings.preset(name, seed=3)
-    assert isinstance(settings.importance, spd.Attention)
-    assert (settings.C, settings.importance.d_gate, settings.task) == (100, 16, InductionTask())
-    coefficients = {term.name: term.coeff_at(1.0) for term in settings.losses}
-    paper = {term.name: term.coeff for term in spd.paper_losses("induction")}
-    assert {key: coefficients[key] for key in paper} == paper
-    assert (settings.seed, settings.target.seed) == (3, 3)
+PRESETS = {  # name: sparse start, ReconLayerwise, start of the components, decomposition's and target's steps, its rank
+    "quick": (True, True, "svd", 4_000, 10_000, 16),
+    "cpu": (True, True, "svd", 10_000, 30_000, 16),
+    "cpu-paper-losses": (False, False, "svd", 10_000, 10_000, 16),
+    "cpu-rank-2": (False, True, "svd", 10_000, 30_000, 2),
+    "paper": (False, False, "kaiming", 100_000, 30_000, 16),
+}
 
 
-def test_only_quick_and_cpu_have_a_sparse_start() -> None:
-    for name in ("quick", "cpu", "cpu-rank-2", "cpu-paper-losses", "paper"):
-        settings = InductionSettings.preset(name, seed=3)
-        ends = {term.name: term.coeff for term in settings.losses}
-        start = {term.name: term.coeff_at(0.0) / ends[term.name] for term in settings.losses}
-        early = name in ("quick", "cpu")
-        where = dict(relative="scalar", reach=2.0) if early else {}
-        assert settings.importance == spd.Attention(d_gate=16, start=0.0, **where)  # type: ignore[arg-type]
-        assert start == pytest.approx(dict.fromkeys(start, 1.0) | {"ImportanceMinimality": 25.0 if early else 1.0})
-        added = set(start) - {term.name for term in spd.paper_losses("induction")}
-        assert added == (set() if name in ("cpu-paper-losses", "paper") else {"ReconLayerwise"})
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_end_with_the_papers_coefficients_and_differ_in_what_is_said(name: str) -> None:
+    settings, paper = InductionSettings.preset(name, seed=3), spd.paper_losses("induction")
+    sparse, layerwise, *others = PRESETS[name]
+    assert [settings.init, settings.steps, settings.target.steps, settings.target.qk_rank] == others
+    start = dict(relative="scalar", reach=2.0) if sparse else {}
+    assert settings.importance == spd.Attention(d_gate=16, start=0.0, **start)  # type: ignore[arg-type]
+    ends = {term.name: term.coeff_at(1.0) for term in paper} | ({"ReconLayerwise": 1.0} if layerwise else {})
+    assert {term.name: term.coeff_at(1.0) for term in settings.losses} == pytest.approx(ends)
+    ratios = {term.name: term.coeff_at(0.0) / term.coeff_at(1.0) for term in settings.losses}
+    assert ratios == pytest.approx(dict.fromkeys(ends, 1.0) | {"ImportanceMinimality": 25.0 if sparse else 1.0})
+    assert (settings.C, settings.task, settings.seed, settings.target.seed) == (100, InductionTask(), 3, 3)
 
 
 def test_an_unknown_preset_is_refused() -> None:

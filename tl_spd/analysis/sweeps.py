@@ -43,7 +43,8 @@ def pareto(
 
     Args:
         data: what is trained on, as for :func:`~tl_spd.train.decompose`; ``tokens`` is what is measured on.
-        losses: the terms, with an ImportanceMinimality whose coefficient is exchanged (default ``paper_losses("gpt2")``).
+        losses: the terms, with an ImportanceMinimality whose coefficient is exchanged, and its ``coeff_start`` in proportion
+            (default ``paper_losses("gpt2")``).
         settings: further arguments of ``decompose`` (sites, C, steps, ...), the same for every Run.
 
     Returns:
@@ -62,7 +63,7 @@ def pareto(
         raise ValueError(f"losses must hold an ImportanceMinimality to sweep, found {[term.name for term in terms]}.")
     _check(model, tokens, attention_mask, settings)
     swept = [
-        [replace(term, coeff=coeff) if isinstance(term, ImportanceMinimality) else term for term in terms]
+        [_scaled(term, coeff) if isinstance(term, ImportanceMinimality) else term for term in terms]
         for coeff in coefficients
     ]  # all of them before the first training: a bad coefficient is refused here
     rows = []
@@ -78,6 +79,11 @@ def pareto(
     columns = ["minimality", "seed", "faithfulness", "recon", "adversarial", "budget", "L0"]
     found = pd.DataFrame(rows, columns=columns)
     return found.assign(efficient=[not _beaten(found, row.recon, row.L0) for row in found.itertuples()])
+
+
+def _scaled(term: ImportanceMinimality, coeff: float) -> ImportanceMinimality:
+    start = None if term.coeff_start is None else term.coeff_start * coeff / term.coeff
+    return replace(term, coeff=coeff, coeff_start=start)
 
 
 def _beaten(table: pd.DataFrame, recon: float, l0: float) -> bool:

@@ -2,12 +2,12 @@
 
 1. :mod:`tl_spd.experiments.induction_target` trains the two-layer attention-only model; its attention is checked first, since
    a target without the circuit decomposes into another story.
-2. Q, K, V of both layers are decomposed with attention importances and the paper's losses, scored at the last token.
+2. Q, K, V of both layers are decomposed with attention importances, scored at the last token.
 3. On held-out sequences: active subcomponents by position (s1, m, s2, all others), unique subcomponents, and metrics with the
    KL of attention patterns; beside the paper's table the deterministic layerwise reconstruction of every site.
 
 Presets: ``quick`` (6 to 11 minutes on two cores), ``cpu`` (15 to 25), ``paper`` (the paper's own losses, batch and steps; for a
-GPU). The first two differ from the paper in this:
+GPU). ``quick`` and ``cpu`` end with the paper's losses and importances, but for this:
 
 - ReconLayerwise: without it the sites of layer 0 agree privately on another circuit, and Q0 or K0 alone at exactly ``m = g`` is
   off by several nats.
@@ -15,10 +15,10 @@ GPU). The first two differ from the paper in this:
   subcomponent that is on at all positions is not told which of them need it before it has learnt which token comes before.
 - Components start from singular vectors: from random ones so short a training keeps many copies of one direction.
 
-``cpu-paper-losses`` decomposes the target of ``quick`` without the first two, to show what they do. ``cpu-rank-2`` has the first
-only, and a target whose layer 0 may use two dimensions of its head, to show where the number of Q0's and K0's subcomponents
-comes from: the heads of the other targets need six to eight. The targets of ``cpu`` and ``cpu-rank-2`` train three times as long
-as that of ``quick``. Importances start around 0: from 1 the same number of steps leaves more on.
+``cpu-paper-losses`` has neither ReconLayerwise nor the sparse start. ``cpu-rank-2`` has ReconLayerwise alone, and a target whose
+layer 0 may use two dimensions of its head, to show where the number of Q0's and K0's subcomponents comes from: the heads of the
+other targets need six to eight. ``quick`` and ``cpu-paper-losses`` decompose a target that trained a third as long. Importances
+start around 0 (from 1 the same number of steps leaves more on), and the learning rate is 3e-3, in all but ``paper``.
 """
 
 from __future__ import annotations
