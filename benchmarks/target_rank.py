@@ -28,8 +28,8 @@ CUT = {"Q0": ("W_Q",), "K0": ("W_K",), "both": ("W_Q", "W_K")}
 
 @dataclass
 class Arguments:
-    """Which targets are trained: every seed of the preset quick's target, trained three times as long too (as for cpu), then with
-    so many dimensions of layer 0's head."""
+    """Which targets are trained: every seed of the preset quick's target, trained three times as long too, then with so many
+    dimensions of layer 0's head."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     qk_rank: int = 2
