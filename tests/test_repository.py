@@ -217,7 +217,7 @@ def constraint_lines(name: str = "constraints.txt") -> list[str]:
 
 def test_constraints_are_plain_pins() -> None:
     """A name, ``==``, a public version, perhaps a Python version: no option, address or local build."""
-    pin = re.compile(r'[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+(; python_version (<|>=) "3\.\d+")?')
+    pin = re.compile(r'[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+(; python_(full_)?version (<|>=) "3\.\d+(\.\d+)?")?')
     lines = constraint_lines() + constraint_lines("constraints-oldest.txt")
     assert [line for line in lines if not pin.fullmatch(line)] == []
 
