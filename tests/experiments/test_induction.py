@@ -43,6 +43,7 @@ def test_presets_end_with_the_papers_coefficients_and_differ_in_what_is_said(nam
     settings, paper = InductionSettings.preset(name, seed=3), spd.paper_losses("induction")
     sparse, layerwise, *others = PRESETS[name]
     assert [settings.init, settings.steps, settings.target.steps, settings.target.qk_rank] == others
+    assert (settings.optimizer.lr, settings.batch_size) == ((1e-3, 1024) if name == "paper" else (3e-3, 16))
     start = dict(relative="scalar", reach=2.0) if sparse else {}
     assert settings.importance == spd.Attention(d_gate=16, start=0.0, **start)  # type: ignore[arg-type]
     ends = {term.name: term.coeff_at(1.0) for term in paper} | ({"ReconLayerwise": 1.0} if layerwise else {})
