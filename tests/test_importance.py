@@ -88,6 +88,20 @@ def test_gradient_of_lower_depends_on_its_sign(pre: float, coming: float, going:
     assert grad.item() == pytest.approx(going, abs=1e-15)
 
 
+def test_a_wider_leak_lets_that_much_of_what_raises_through() -> None:
+    value = torch.tensor([-3.0, -3.0, 0.5, 1.5], dtype=torch.float64, requires_grad=True)
+    coming = torch.tensor([-2.0, 2.0, -2.0, -2.0], dtype=torch.float64)
+    (grad,) = torch.autograd.grad(Importances({"a": value}, leak=0.25)["a"], value, coming)
+    assert grad.tolist() == [-0.5, 0.0, -2.0, 0.0]
+
+
+def test_a_leak_falls_from_its_start_to_a_hundredth() -> None:
+    leak = spd.Leak(1.0, falls=(0.2, 0.6))
+    at = {0.0: 1.0, 0.2: 1.0, 0.3: 10**-0.5, 0.4: 0.1, 0.5: 10**-1.5, 0.6: 0.01, 1.0: 0.01}
+    assert {progress: leak.at(progress) for progress in at} == pytest.approx(at)
+    assert [spd.Leak().at(progress) for progress in at] == pytest.approx([0.01] * len(at))
+
+
 def test_descending_a_leak_lifts_a_dead_importance_but_never_sinks_it() -> None:
     for slope, moves in ((-1.0, True), (1.0, False)):
         value = torch.tensor([-0.5], requires_grad=True)

@@ -235,6 +235,12 @@ NUMBERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         ((0.5, 0.5), (0.7, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 0.5), (0.5,)),
         "coeff_falls are two shares",
     ),
+    "leak": (lambda m, r, g, x: spd.Leak(x), (0.0, 0.009, 1.1, -1.0, NAN, INF), "Leak: start must be 0.01 to 1"),
+    "leak's falls": (
+        lambda m, r, g, x: spd.Leak(1.0, falls=x),
+        ((0.5, 0.5), (0.7, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 0.5), (0.5,)),
+        "falls two shares",
+    ),
     "reach": (
         lambda m, r, g, x: spd.Attention(relative="scalar", reach=x),
         (0, -1.0, NAN, INF),

@@ -71,15 +71,17 @@ TERMS = [spd.Faithfulness(2.0), spd.ImportanceMinimality(0.1, p_start=0.9, p_fin
 Parameters = dict[str, Tensor]
 
 
-def lower(pre: Tensor) -> Tensor:
+def lower(pre: Tensor, leak: float) -> Tensor:
     """Clamped to [0, 1]; the gradient leaks below 0 where it would raise ``pre``."""
     through = pre.clone()
     if through.requires_grad:
-        through.register_hook(lambda g: torch.where(pre > 0, g, 0.01 * g.clamp(max=0)) * (pre < 1))
+        through.register_hook(lambda g: torch.where(pre > 0, g, leak * g.clamp(max=0)) * (pre < 1))
     return (pre.clamp(0, 1) - pre).detach() + through
 
 
-def plain_pass(model: HookedTransformer, parameters: Parameters, tokens: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+def plain_pass(
+    model: HookedTransformer, parameters: Parameters, tokens: Tensor, leak: float = 0.01
+) -> tuple[Tensor, list[Tensor], Tensor]:
     """Original logits, gamma of both sites, and the logits with both W_out masked by their importances."""
     with torch.no_grad():
         logits, cache = model.run_with_cache(tokens)
@@ -94,7 +96,7 @@ def plain_pass(model: HookedTransformer, parameters: Parameters, tokens: Tensor)
 
         def put(value: Tensor, hook: Any, layer: int = layer, name: str = name) -> Tensor:
             inner = seen[layer] @ parameters[f"components/{name}/read"]
-            out = (inner * lower(pre[layer])) @ parameters[f"components/{name}/write"]
+            out = (inner * lower(pre[layer], leak)) @ parameters[f"components/{name}/write"]
             return out + model.blocks[layer].mlp.b_out.detach()
 
         hooks += [(f"blocks.{layer}.mlp.hook_post", keep), (f"blocks.{layer}.hook_mlp_out", put)]
@@ -106,9 +108,11 @@ def kl(original: Tensor, other: Tensor) -> Tensor:
     return (p * (p / q).log()).sum(-1)
 
 
-def plain_losses(model: HookedTransformer, parameters: Parameters, tokens: Tensor, p: float) -> list[Tensor]:
+def plain_losses(
+    model: HookedTransformer, parameters: Parameters, tokens: Tensor, p: float, leak: float
+) -> list[Tensor]:
     """Faithfulness, minimality and recon."""
-    logits, pre, masked = plain_pass(model, parameters, tokens)
+    logits, pre, masked = plain_pass(model, parameters, tokens, leak)
     deltas = [
         model.blocks[layer].mlp.W_out.detach()
         - parameters[f"components/{name}/read"] @ parameters[f"components/{name}/write"]
@@ -155,15 +159,21 @@ def hand_made_step(
     ],
     ids=["adam", "adamw linear", "adam L2 cosine", "clipped", "not clipped", "two rates"],
 )
-def test_steps_are_hand_made_steps(optimizer: spd.Optimizer, schedule: spd.Schedule) -> None:
+@pytest.mark.parametrize("leak", [(0.01, 0.01, 0.01), (1.0, 0.1, 0.01)], ids=["the leak", "a leak that falls"])
+def test_steps_are_hand_made_steps(
+    optimizer: spd.Optimizer, schedule: spd.Schedule, leak: tuple[float, float, float]
+) -> None:
     model, tokens, steps = tiny_host(), tiny_tokens(), 3
-    run = tiny_decompose(model, tokens, steps=steps, losses=TERMS, optimizer=optimizer, schedule=schedule)
-    start = tiny_decompose(model, tokens, steps=1, losses=TERMS, optimizer=LEARN_NOTHING)
+    settings: dict[str, Any] = dict(losses=TERMS, importance=spd.Vector(d_gate=2, start=0.0))
+    settings["leak"] = spd.Leak(leak[0], falls=(0.25, 0.75))
+    run = tiny_decompose(model, tokens, steps=steps, optimizer=optimizer, schedule=schedule, **settings)
+    start = tiny_decompose(model, tokens, steps=1, optimizer=LEARN_NOTHING, **settings)
+    assert all(0.1 < (g == 0).double().mean().item() < 0.9 for g in start.importances(model, tokens).values())
     parameters = {name: value.clone() for name, value in start.tensors().items()}
     state = [torch.zeros_like(value) for value in [*parameters.values()] * 2]
     for step in range(steps):
         leaves = {name: value.requires_grad_(True) for name, value in parameters.items()}
-        losses = plain_losses(model, leaves, tokens, p=0.9 - 0.3 * step)
+        losses = plain_losses(model, leaves, tokens, p=0.9 - 0.3 * step, leak=leak[step])
         total = 2.0 * losses[0] + 0.1 * losses[1] + 0.7 * losses[2]
         row = run.history.iloc[step]
         names = ["loss", "Faithfulness", "ImportanceMinimality", "Recon"]

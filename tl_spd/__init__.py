@@ -4,6 +4,7 @@ from tl_spd.components import Components as Components
 from tl_spd.importance import Attention as Attention
 from tl_spd.importance import Importances as Importances
 from tl_spd.importance import ImportanceSpec as ImportanceSpec
+from tl_spd.importance import Leak as Leak
 from tl_spd.importance import Scalar as Scalar
 from tl_spd.importance import Shared as Shared
 from tl_spd.importance import Vector as Vector

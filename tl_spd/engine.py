@@ -27,7 +27,7 @@ from tl_spd.attend import recomputed
 from tl_spd.checks import check_finite, check_seen, check_whole
 from tl_spd.data import check_batch, check_scored
 from tl_spd.hooks import HookSet, removing
-from tl_spd.importance import Importances
+from tl_spd.importance import LEAK, Importances
 from tl_spd.install import masked_output
 from tl_spd.masks import Pass, check_fits, check_masks
 from tl_spd.run import Run
@@ -148,9 +148,9 @@ class Engine:
             check_finite(f"unembed.{name} of the host", value)
         return batch
 
-    def importances(self, batch: Batch) -> Importances:
+    def importances(self, batch: Batch, leak: float = LEAK) -> Importances:
         """Importances of the batch, with gradients where the Run's parameters have them."""
-        return self.run.importances_from(batch.seen, batch.real)
+        return self.run.importances_from(batch.seen, batch.real, leak=leak)
 
     def kl(self, batch: Batch, passes: Sequence[Pass]) -> Float[Tensor, "pass"]:
         """KL(P || Q) in nats of every pass, a mean over the batch's scored positions.

@@ -10,7 +10,7 @@ All gates use erf-GELU; subcomponents have independent parameters in 1-3. Inputs
 For look-up sites (embeddings) the "input" is the row looked up, which says as much as the one-hot index.
 
 Gammas start around ``start``. At 1 (default) every subcomponent is on, so that training begins at the host itself and turns
-off what is not needed; at 0 half of what is needed is off, where only the leak of the sigmoid can bring it back.
+off what is not needed; at 0 half of what is needed is off, where only the leak of the sigmoid can bring it back (:class:`Leak`).
 
 A specification is a frozen dataclass; a new importance function is one subclass of :class:`ImportanceSpec` with ``build``.
 """
@@ -52,24 +52,25 @@ def where_between(low: float, high: float, x: Tensor, value: Tensor) -> Tensor:
 
 class _Lower(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pre: Tensor) -> Tensor:
+    def forward(ctx: Any, pre: Tensor, leak: float) -> Tensor:
         ctx.save_for_backward(pre)
+        ctx.leak = leak
         return pre.clamp(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (pre,) = ctx.saved_tensors
         raising = grad.clamp(max=0)
         below = where_above(JUST_BELOW_0, -pre, raising)
-        return torch.add(where_between(0.0, 1.0, pre, grad), below, alpha=LEAK)
+        return torch.add(where_between(0.0, 1.0, pre, grad), below, alpha=ctx.leak), None
 
 
-def lower(pre: Tensor) -> Tensor:
+def lower(pre: Tensor, leak: float = LEAK) -> Tensor:
     """The importance used in masks: ``pre`` clamped to [0, 1].
 
-    Below 0 the gradient leaks with slope 0.01, and only where descending it would raise ``pre``; above 1 it is zero.
+    Below 0 the gradient leaks with slope ``leak``, and only where descending it would raise ``pre``; above 1 it is zero.
     """
-    return _Lower.apply(pre)
+    return _Lower.apply(pre, leak)
 
 
 class _Upper(torch.autograd.Function):
@@ -91,6 +92,40 @@ def upper(pre: Tensor) -> Tensor:
     return _Upper.apply(pre)
 
 
+def falling(start: float, end: float, falls: tuple[float, float], progress: float) -> float:
+    """``start`` at first, ``end`` at last, falling geometrically between the two shares of the training in ``falls``."""
+    fallen = min(1.0, max(0.0, (progress - falls[0]) / (falls[1] - falls[0])))
+    return start * (end / start) ** fallen
+
+
+def falls_fit(falls: tuple[float, ...]) -> bool:
+    """Whether these are two shares of a training, the first one smaller."""
+    return len(falls) == 2 and 0 <= falls[0] < falls[1] <= 1
+
+
+@dataclass(frozen=True)
+class Leak:
+    """How much of the gradient passes :func:`lower` below 0: ``start``, falling to 0.01 between the two shares ``falls``.
+
+    What is off and needed only now and then hears of it rarely, and through a leak of 0.01 a hundredth of that: pressed to be
+    sparse, it does not come back. A start of 1 lets it, and falls before noise that only ever raises keeps too much on.
+    """
+
+    start: float = LEAK
+    falls: tuple[float, float] = (0.2, 0.7)
+
+    def __post_init__(self) -> None:
+        if not (LEAK <= self.start <= 1 and falls_fit(self.falls)):
+            raise ValueError(
+                f"Leak: start must be {LEAK} to 1, and falls two shares of the training, the first one smaller; found "
+                f"{self.start} and {self.falls}."
+            )
+
+    def at(self, progress: float) -> float:
+        """The slope when ``progress`` (0 to 1) of the training is done."""
+        return falling(self.start, LEAK, self.falls, progress)
+
+
 class Importances(dict[str, Tensor]):
     """Site name -> importances ``[batch, pos, C]`` in [0, 1] (``lower``), with what else the same pass showed.
 
@@ -107,8 +142,9 @@ class Importances(dict[str, Tensor]):
         lookups: Mapping[str, Tensor] | None = None,
         real: Bool[Tensor, "batch pos"] | None = None,
         host: weakref.ref[Any] | None = None,
+        leak: float = LEAK,
     ):
-        super().__init__({name: lower(value) for name, value in pre.items()})
+        super().__init__({name: lower(value, leak) for name, value in pre.items()})
         self.pre = dict(pre)
         self.lookups = dict(lookups or {})
         self.real = real

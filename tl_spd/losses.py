@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_spd.checks import check_whole
-from tl_spd.importance import Importances, upper
+from tl_spd.importance import Importances, falling, falls_fit, upper
 from tl_spd.install import pass_hooks
 from tl_spd.masks import Pass, stochastic_mask
 from tl_spd.run import Run
@@ -190,11 +190,7 @@ class ImportanceMinimality(LossTerm):
                 f"{self.eps}."
             )
         falls, start = self.coeff_falls, self.coeff_start
-        if (
-            len(falls) != 2
-            or not 0 <= falls[0] < falls[1] <= 1
-            or (start is not None and not (start > 0 and self.coeff > 0))
-        ):
+        if not falls_fit(falls) or (start is not None and not (start > 0 and self.coeff > 0)):
             raise ValueError(
                 "ImportanceMinimality: coeff_start goes with a coeff above 0, is above 0 itself, and coeff_falls are two "
                 f"shares of the training, the first one smaller; found {start}, {self.coeff} and {falls}."
@@ -204,9 +200,7 @@ class ImportanceMinimality(LossTerm):
         """The coefficient at ``progress`` in [0, 1]."""
         if self.coeff_start is None:
             return self.coeff
-        begin, end = self.coeff_falls
-        fallen = min(1.0, max(0.0, (progress - begin) / (end - begin)))
-        return self.coeff_start * (self.coeff / self.coeff_start) ** fallen
+        return falling(self.coeff_start, self.coeff, self.coeff_falls, progress)
 
     def p(self, progress: float) -> float:
         """The exponent at ``progress`` in [0, 1]."""

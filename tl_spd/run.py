@@ -22,7 +22,7 @@ from tl_spd import storage
 from tl_spd.checks import check_seen
 from tl_spd.components import Components, Init, init_components
 from tl_spd.data import check_batch
-from tl_spd.importance import Importances, ImportanceSpec
+from tl_spd.importance import LEAK, Importances, ImportanceSpec
 from tl_spd.sites import (
     HookedTransformer,
     Site,
@@ -130,9 +130,12 @@ class Run:
         return seen, padding_mask(model, tokens, attention_mask)
 
     def importances_from(
-        self, seen: Observation, real: Tensor | None, sites: Iterable[Site] | None = None
+        self, seen: Observation, real: Tensor | None, sites: Iterable[Site] | None = None, leak: float = LEAK
     ) -> Importances:
-        """Importances from a pass that was already made, with gradients to the Run's parameters if they have them."""
+        """Importances from a pass that was already made, with gradients to the Run's parameters if they have them.
+
+        ``leak``: how much of those passes below 0, see :class:`~tl_spd.importance.Leak`.
+        """
         pre, lookups = {}, {}
         for site in self.sites if sites is None else sites:
             if site.name not in seen.inputs:
@@ -144,7 +147,7 @@ class Run:
                 lookups[site.name] = x
                 x = seen.rows[site.name]
             pre[site.name] = self.functions[site.name](x.to(parts.read.dtype), inner, real)
-        return Importances(pre, lookups, real)
+        return Importances(pre, lookups, real, leak=leak)
 
     # --- storage ---
 

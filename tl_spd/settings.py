@@ -6,14 +6,14 @@ import fnmatch
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
 from tl_spd.checks import check_whole
 from tl_spd.components import Init
-from tl_spd.importance import ImportanceSpec
+from tl_spd.importance import ImportanceSpec, Leak
 from tl_spd.losses import LossTerm, paper_losses
 from tl_spd.run import Run
 
@@ -111,6 +111,7 @@ class Settings:
         sites: glob patterns over the host's weight names.
         C: subcomponents per site, or a dict from patterns to numbers; below a matrix's smaller side they cannot sum to it.
         importance: which importance function every site gets.
+        leak: how much of the gradient reaches importances that are off; see its class.
         losses: the terms with their coefficients.
         steps: optimiser steps.
         batch_size: rows drawn per step where the data is one token tensor (None, or more than there are: all of it).
@@ -138,6 +139,7 @@ class Settings:
     schedule: Schedule = Schedule()
     init: Init = "kaiming"
     warmup: FaithfulnessWarmup = FaithfulnessWarmup()
+    leak: Leak = field(default_factory=Leak)
     max_rows: int | None = None
     recompute: bool = False
     log_every: int = 50
@@ -151,7 +153,8 @@ class Settings:
         for name, value in {"steps": self.steps, "log_every": self.log_every, **optional, **counts}.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, found {value!r}.")
-        for name, kind in {"optimizer": Optimizer, "schedule": Schedule, "warmup": FaithfulnessWarmup}.items():
+        kinds = {"optimizer": Optimizer, "schedule": Schedule, "warmup": FaithfulnessWarmup, "leak": Leak}
+        for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be a spd.{kind.__name__}, found {getattr(self, name)!r}.")
         if self.init not in get_args(Init):

@@ -94,7 +94,7 @@ def decompose(
                 for step in range(trainer.step, steps):
                     with trainer.autocast:
                         batch = trainer.engine.observe(*batches(step, trainer.data_generator))
-                        importances = trainer.engine.importances(batch)
+                        importances = trainer.engine.importances(batch, chosen.leak.at(trainer.progress))
                         losses = trainer.losses(batch, importances)
                     trainer.update(batch, losses, importances)
                     trainer.show(bar)
