@@ -29,12 +29,12 @@ def test_named_positions_part_every_sequence() -> None:
 
 
 PRESETS = {  # name: sparse start, ReconLayerwise, start of the components, decomposition's and target's steps, its rank
-    "quick": (True, True, "svd", 4_000, 10_000, 16),
-    "cpu": (True, True, "svd", 6_000, 10_000, 16),
-    "cpu-even-start": (False, True, "svd", 10_000, 10_000, 16),
-    "cpu-paper-losses": (False, False, "svd", 10_000, 10_000, 16),
-    "cpu-rank-2": (False, True, "svd", 10_000, 30_000, 2),
-    "paper": (False, False, "kaiming", 100_000, 30_000, 16),
+    "quick": (10.0, True, "svd", 4_000, 10_000, 16),
+    "cpu": (50.0, True, "svd", 8_000, 30_000, 16),
+    "cpu-even-start": (1.0, True, "svd", 10_000, 10_000, 16),
+    "cpu-paper-losses": (1.0, False, "svd", 10_000, 10_000, 16),
+    "cpu-rank-2": (1.0, True, "svd", 10_000, 30_000, 2),
+    "paper": (1.0, False, "kaiming", 100_000, 30_000, 16),
 }
 
 
@@ -44,12 +44,14 @@ def test_presets_end_with_the_papers_coefficients_and_differ_in_what_is_said(nam
     sparse, layerwise, *others = PRESETS[name]
     assert [settings.init, settings.steps, settings.target.steps, settings.target.qk_rank] == others
     assert (settings.optimizer.lr, settings.batch_size) == ((1e-3, 1024) if name == "paper" else (3e-3, 16))
-    start = dict(relative="scalar", reach=2.0) if sparse else {}
+    start = dict(relative="scalar", reach=2.0) if sparse > 1 else {}
+    assert settings.leak == spd.Leak(1.0 if name == "cpu" else 0.01)
     assert settings.importance == spd.Attention(d_gate=16, start=0.0, **start)  # type: ignore[arg-type]
     ends = {term.name: term.coeff_at(1.0) for term in paper} | ({"ReconLayerwise": 1.0} if layerwise else {})
+    ends |= {"StochasticReconLayerwise": 6.0} if name == "cpu" else {}
     assert {term.name: term.coeff_at(1.0) for term in settings.losses} == pytest.approx(ends)
     ratios = {term.name: term.coeff_at(0.0) / term.coeff_at(1.0) for term in settings.losses}
-    assert ratios == pytest.approx(dict.fromkeys(ends, 1.0) | {"ImportanceMinimality": 10.0 if sparse else 1.0})
+    assert ratios == pytest.approx(dict.fromkeys(ends, 1.0) | {"ImportanceMinimality": sparse})
     assert (settings.C, settings.task, settings.seed, settings.target.seed) == (100, InductionTask(), 3, 3)
 
 
