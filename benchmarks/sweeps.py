@@ -49,6 +49,7 @@ def swept(arguments: Arguments, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
         sites=SITES,
         steps=arguments.steps,
         importance=settings.importance,
+        leak=settings.leak,
         init=settings.init,
         losses=settings.losses,
         optimizer=settings.optimizer,

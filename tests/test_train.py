@@ -673,6 +673,7 @@ LONG: dict[str, Any] = dict(
     optimizer=spd.Optimizer(lr=0.01, kind="adamw", weight_decay=0.1, clip=1.0),
     schedule=spd.Schedule("cosine", warmup=2),
     warmup=spd.FaithfulnessWarmup(steps=3),
+    leak=spd.Leak(1.0),
 )
 
 
@@ -891,6 +892,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sites": {"sites": "blocks.0.mlp.W_out"},
     "losses": {"losses": [spd.Faithfulness(3.0), spd.StochasticRecon(0.5), spd.Recon(0.7)]},
     "importance": {"importance": spd.Vector(d_gate=3)},
+    "leak": {"leak": spd.Leak(0.5)},
     "optimizer": {"optimizer": spd.Optimizer(lr=0.1)},
     "schedule": {"schedule": spd.Schedule("linear")},
     "last_token_only": {"last_token_only": True},

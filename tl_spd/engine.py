@@ -149,7 +149,7 @@ class Engine:
         return batch
 
     def importances(self, batch: Batch, leak: float = LEAK) -> Importances:
-        """Importances of the batch, with gradients where the Run's parameters have them."""
+        """Importances of the batch; gradients to the Run's parameters, if they have them, pass below 0 with slope ``leak``."""
         return self.run.importances_from(batch.seen, batch.real, leak=leak)
 
     def kl(self, batch: Batch, passes: Sequence[Pass]) -> Float[Tensor, "pass"]:

@@ -33,7 +33,7 @@ from tl_spd.gates import scalar_gates, vector_gates
 from tl_spd.sites import Site
 
 LEAK = 0.01
-"""Slope of the leaks of both sigmoids (Bushnaq et al. 2025)."""
+"""Slope of the leaks of both sigmoids (Bushnaq et al. 2025); of ``lower``'s the least, see :class:`Leak`."""
 
 
 JUST_BELOW_0 = -1e-45
@@ -107,8 +107,9 @@ def falls_fit(falls: tuple[float, ...]) -> bool:
 class Leak:
     """How much of the gradient passes :func:`lower` below 0: ``start``, falling to 0.01 between the two shares ``falls``.
 
-    What is off and needed only now and then hears of it rarely, and through a leak of 0.01 a hundredth of that: pressed to be
-    sparse, it does not come back. A start of 1 lets it, and falls before noise that only ever raises keeps too much on.
+    A subcomponent that is off but needed at a few positions gets a gradient only there, and a leak of 0.01 passes a hundredth
+    of it; against strong minimality it stays off. From a start of 1 it comes back. The leak must fall again: it only ever
+    raises, so that noise would keep too much on (not in the paper).
     """
 
     start: float = LEAK
@@ -134,6 +135,8 @@ class Importances(dict[str, Tensor]):
         lookups: embedding sites -> the indices they looked up, ``[batch, pos]``.
         real: which places hold real tokens, or None where all do.
         host: a weak reference to the model they are of, or None.
+
+    Gradients pass below 0 with the slope ``leak``.
     """
 
     def __init__(

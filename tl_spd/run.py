@@ -134,7 +134,7 @@ class Run:
     ) -> Importances:
         """Importances from a pass that was already made, with gradients to the Run's parameters if they have them.
 
-        ``leak``: how much of those passes below 0, see :class:`~tl_spd.importance.Leak`.
+        ``leak``: the slope with which they pass below 0, a value of :meth:`~tl_spd.importance.Leak.at`.
         """
         pre, lookups = {}, {}
         for site in self.sites if sites is None else sites:

@@ -111,7 +111,7 @@ class Settings:
         sites: glob patterns over the host's weight names.
         C: subcomponents per site, or a dict from patterns to numbers; below a matrix's smaller side they cannot sum to it.
         importance: which importance function every site gets.
-        leak: how much of the gradient reaches importances that are off; see its class.
+        leak: how much of the gradient reaches importances that are off; see its class, :class:`~tl_spd.importance.Leak`.
         losses: the terms with their coefficients.
         steps: optimiser steps.
         batch_size: rows drawn per step where the data is one token tensor (None, or more than there are: all of it).
