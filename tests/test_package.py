@@ -9,7 +9,7 @@ import tl_spd as spd
 
 PUBLIC = [
     "Attention", "Components", "Directions", "Faithfulness", "FaithfulnessWarmup", "HooksRemovedError",
-    "ImportanceMinimality", "ImportanceSpec", "Importances", "LossTerm", "MemoryEstimate", "NonFiniteLossError",
+    "ImportanceMinimality", "ImportanceSpec", "Importances", "Leak", "LossTerm", "MemoryEstimate", "NonFiniteLossError",
     "Optimizer", "Pass", "Recon", "ReconLayerwise", "ReconPartial", "ReconTerm", "Run", "Scalar", "Schedule", "Settings",
     "Shared", "Step", "StochasticRecon", "StochasticReconLayerwise", "StochasticReconPartial", "StorageError",
     "TooLargeError", "Vector", "decompose", "decomposed", "estimate_memory", "load", "paper_losses", "suppressed",
