@@ -1,7 +1,8 @@
 """What the analyses say of the Runs that benchmarks.induction left. ``python -m benchmarks.induction_analyses --seeds 0 1 2``.
 
-For the Run of every seed: the mechanism test, the worst masking found, rank-1 pieces against KL (greedy SVD, the Run, random),
-and patching of one prompt pair beside TransformerLens: the same sequence with another token m.
+For the Run of every seed: the mechanism test, the worst masking found, the KL of some sites at their importances together, rank-1
+pieces against KL (greedy SVD, the Run, random), and patching of one prompt pair beside TransformerLens: the same sequence with
+another token m.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from tl_spd.analysis.attention import attention_without_positions
 from tl_spd.analysis.patching import answer_metric
 from tl_spd.analysis.pruning import rank1_curve
 from tl_spd.analysis.run_pruning import greedy_run_path
-from tl_spd.engine import Engine
+from tl_spd.engine import Batch, Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.importance import Importances
+from tl_spd.masks import Pass
 from tl_spd.suppress import load_weights
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)
 """KLs (nats) at which pieces are counted."""
+TOGETHER = ("Q0 K0", "Q0 K0 V0", "Q0 K0 V0 K1", "Q1 K1 V1", "Q0 K0 V0 Q1 K1 V1")
+"""Sites that are masked together: one alone, and all, may be exact while these are not."""
 
 
 @dataclass
@@ -62,6 +66,16 @@ def kept_by_site(run: spd.Run, importances: Importances, path: pd.DataFrame, kl:
     return {short(name): alive[name] - int((removed == name).sum()) for name in run.components}
 
 
+@torch.no_grad()
+def together(engine: Engine, batch: Batch) -> dict[str, float]:
+    """KL in nats with the sites of each entry of :data:`TOGETHER` at ``m = g``, the rest the host's own."""
+    importances = {short(name): (name, g) for name, g in engine.importances(batch).items()}
+    passes = [Pass(dict(importances[site] for site in sites.split())) for sites in TOGETHER]
+    return {
+        f"KL of {sites} at m = g": kl for sites, kl in zip(TOGETHER, engine.kl(batch, passes).tolist(), strict=True)
+    }
+
+
 def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     """All analyses of one seed's Run."""
     task = InductionTask()
@@ -73,6 +87,7 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     batch = engine.observe(tokens)
     worst = adversarial_recon(engine, batch, engine.importances(batch), Adversary())
     numbers: dict[str, float] = {f"adversarial recon ({Adversary().budget})": worst.kl}
+    numbers |= together(engine, batch)
     for which, chosen in (("original", None), ("decomposed", run)):
         table = attention_without_positions(model, tokens, 0, 0, s1 + 1, s1, run=chosen)
         numbers[f"m on s1, {which}"] = table.attention.mean()
