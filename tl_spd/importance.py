@@ -105,7 +105,7 @@ def falls_fit(falls: tuple[float, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Leak:
-    """How much of the gradient passes :func:`lower` below 0: ``start``, falling to 0.01 between the two shares ``falls``.
+    """How much of the gradient passes ``lower`` below 0: ``start``, falling to 0.01 between the two shares ``falls``.
 
     A subcomponent that is off but needed at a few positions gets a gradient only there, and a leak of 0.01 passes a hundredth
     of it; against strong minimality it stays off. From a start of 1 it comes back. The leak must fall again: it only ever
