@@ -18,7 +18,7 @@ import tyro
 from benchmarks.common import markdown, publish
 from benchmarks.induction import short
 from tl_spd.analysis.sweeps import pareto, splitting
-from tl_spd.experiments.induction import SITES, InductionSettings
+from tl_spd.experiments.induction import InductionSettings
 from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.suppress import load_weights
 
@@ -45,27 +45,15 @@ def swept(arguments: Arguments, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     model = build_target(task, seed)
     load_weights(model, folder / "target.safetensors")
     tokens, *_ = task.sample(arguments.sequences, torch.Generator().manual_seed(20_011))
-    common = dict(
-        sites=SITES,
-        steps=arguments.steps,
-        importance=settings.importance,
-        leak=settings.leak,
-        init=settings.init,
-        losses=settings.losses,
-        optimizer=settings.optimizer,
-        schedule=settings.schedule,
-        last_token_only=True,
-        seed=seed,
-        progress=False,
-    )
+    common = settings.training() | {"steps": arguments.steps, "progress": False}
 
     def data(step: int, generator: torch.Generator) -> torch.Tensor:
         return task.sample(settings.batch_size, generator)[0]
 
-    front = pareto(model, data, tokens, coefficients=arguments.coefficients, C=settings.C, **common)
+    front = pareto(model, data, tokens, coefficients=arguments.coefficients, **common)
     front.to_csv(files[0], index=False)
     print(front.to_string(), flush=True)
-    split = splitting(model, data, tokens, C=settings.C, **common)
+    split = splitting(model, data, tokens, **common)
     split.to_csv(files[1], index=False)
     print(split.to_string(), flush=True)
     return front, split

@@ -6,7 +6,7 @@
 3. On held-out sequences: active subcomponents by position (s1, m, s2, all others), unique subcomponents, and metrics with the
    KL of attention patterns; beside the paper's table the deterministic layerwise reconstruction of every site.
 
-Presets: ``quick`` (6 to 11 minutes on two cores), ``cpu`` (12 to 18), ``paper`` (the paper's own losses, batch and steps;
+Presets: ``quick`` (6 to 11 minutes on two cores), ``cpu`` (14 to 20), ``paper`` (the paper's own losses, batch and steps;
 for a GPU). ``quick`` ends with the paper's losses and importances, but for this; ``cpu`` too, and for what is said below it:
 
 - ReconLayerwise: without it the sites of layer 0 agree privately on another circuit, and Q0 or K0 alone at exactly ``m = g`` is
@@ -97,6 +97,11 @@ class InductionSettings:
         """The settings as plain values for JSON, losses and importance with their names."""
         text = json.dumps(asdict(self) | {"losses": list(map(str, self.losses)), "importance": str(self.importance)})
         return dict(json.loads(text))
+
+    def training(self) -> dict[str, Any]:
+        """What these settings say of :func:`~tl_spd.train.decompose`'s arguments, its data apart."""
+        names = ("C", "steps", "importance", "leak", "init", "losses", "optimizer", "schedule", "seed")
+        return {name: getattr(self, name) for name in names} | {"sites": SITES, "last_token_only": True}
 
     @classmethod
     def preset(cls, name: str, seed: int = 0) -> InductionSettings:
@@ -276,17 +281,7 @@ def run_induction(
     run = decompose(
         target.model,
         lambda step, generator: settings.task.sample(settings.batch_size, generator)[0],
-        sites=SITES,
-        C=settings.C,
-        steps=settings.steps,
-        importance=settings.importance,
-        leak=settings.leak,
-        init=settings.init,
-        losses=settings.losses,
-        optimizer=settings.optimizer,
-        schedule=settings.schedule,
-        last_token_only=True,
-        seed=settings.seed,
+        **settings.training(),
         progress=progress,
         out=None if out is None else Path(out) / "run",
         resume=resume,
