@@ -30,8 +30,8 @@ def test_named_positions_part_every_sequence() -> None:
 
 # how many times as strong minimality begins, ReconLayerwise, start of the components, steps of both trainings, target's rank
 PRESETS = {
-    "quick": (10.0, True, "svd", 4_000, 10_000, 16),
-    "cpu": (50.0, True, "svd", 3_500, 30_000, 16),
+    "quick": (50.0, True, "svd", 2_000, 10_000, 16),
+    "cpu": (50.0, True, "svd", 6_000, 30_000, 16),
     "cpu-even-start": (1.0, True, "svd", 10_000, 10_000, 16),
     "cpu-paper-losses": (1.0, False, "svd", 10_000, 10_000, 16),
     "cpu-rank-2": (1.0, True, "svd", 10_000, 30_000, 2),
@@ -45,14 +45,15 @@ def test_presets_differ_from_the_paper_in_what_is_said(name: str) -> None:
     sparse, layerwise, *others = PRESETS[name]
     assert [settings.init, settings.steps, settings.target.steps, settings.target.qk_rank] == others
     assert (settings.optimizer.lr, settings.batch_size) == ((1e-3, 1024) if name == "paper" else (3e-3, 16))
-    start = dict(relative="scalar", reach=2.0) if sparse > 1 else {}
-    sharp = name == "cpu"
+    sharp = sparse > 1
+    start = dict(relative="scalar", reach=2.0) if sharp else {}
     assert (settings.leak, settings.optimizer.clip) == ((spd.Leak(1.0), 1.0) if sharp else (spd.Leak(0.01), None))
     samples = {term.name: term.samples for term in settings.losses if hasattr(term, "samples")}
     assert samples == {"StochasticRecon": 1, "StochasticReconLayerwise": 4 if sharp else 1}
     assert settings.importance == spd.Attention(d_gate=16, start=0.0, **start)  # type: ignore[arg-type]
     ends = {term.name: term.coeff_at(1.0) for term in paper} | ({"ReconLayerwise": 1.0} if layerwise else {})
-    ends |= {"StochasticReconLayerwise": 6.0} if name == "cpu" else {}
+    ends |= {"StochasticReconLayerwise": 6.0, "ReconPartial": 6.0} if sharp else {}
+    assert [term.subset for term in settings.losses if hasattr(term, "subset")] == (["sequence"] if sharp else [])
     assert {term.name: term.coeff_at(1.0) for term in settings.losses} == pytest.approx(ends)
     ratios = {term.name: term.coeff_at(0.0) / term.coeff_at(1.0) for term in settings.losses}
     assert ratios == pytest.approx(dict.fromkeys(ends, 1.0) | {"ImportanceMinimality": sparse})
