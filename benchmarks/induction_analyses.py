@@ -1,8 +1,8 @@
 """What the analyses say of the Runs that benchmarks.induction left. ``python -m benchmarks.induction_analyses --seeds 0 1 2``.
 
-For the Run of every seed: the mechanism test, the worst masking found, the KL of some sites at their importances together, rank-1
-pieces against KL (greedy SVD, the Run, random), and patching of one prompt pair beside TransformerLens: the same sequence with
-another token m.
+For the Run of every seed: the mechanism test, the worst masking found, the KL of some sites at their importances (by s1's place),
+rank-1 pieces against KL (greedy SVD, the Run, random), and patching of one prompt pair beside TransformerLens: the same
+sequence with another token m.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tl_spd.analysis.attention import attention_without_positions
 from tl_spd.analysis.patching import answer_metric
 from tl_spd.analysis.pruning import rank1_curve
 from tl_spd.analysis.run_pruning import greedy_run_path
-from tl_spd.engine import Batch, Engine
+from tl_spd.engine import Engine
 from tl_spd.experiments.induction_target import InductionTask, build_target
 from tl_spd.importance import Importances
 from tl_spd.masks import Pass
@@ -33,8 +33,10 @@ from tl_spd.suppress import load_weights
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)
 """KLs (nats) at which pieces are counted."""
-TOGETHER = ("Q0 K0", "Q0 K0 V0", "Q0 K0 V0 K1", "Q1 K1 V1", "Q0 K0 V0 Q1 K1 V1")
-"""Sites that are masked together: one alone, and all, may be exact while these are not."""
+TOGETHER = ("Q0", "K0", "V0", "Q1", "K1", "V1", "Q0 K0", "Q0 K0 V0", "Q0 K0 V0 K1", "Q1 K1 V1", "Q0 K0 V0 Q1 K1 V1")
+"""Sites that are masked together: one alone, and all, may be exact while some are not."""
+PLACES = 4096
+"""Sequences that are told apart by s1's place: a mean over all may hide a place where everything breaks."""
 
 
 @dataclass
@@ -67,13 +69,18 @@ def kept_by_site(run: spd.Run, importances: Importances, path: pd.DataFrame, kl:
 
 
 @torch.no_grad()
-def together(engine: Engine, batch: Batch) -> dict[str, float]:
-    """KL in nats with the sites of each entry of :data:`TOGETHER` at ``m = g``, the rest the host's own."""
-    importances = {short(name): (name, g) for name, g in engine.importances(batch).items()}
-    passes = [Pass(dict(importances[site] for site in sites.split())) for sites in TOGETHER]
-    return {
-        f"KL of {sites} at m = g": kl for sites, kl in zip(TOGETHER, engine.kl(batch, passes).tolist(), strict=True)
-    }
+def together(engine: Engine, task: InductionTask) -> pd.DataFrame:
+    """KL in nats with the sites of each entry of :data:`TOGETHER` at ``m = g``, the rest the host's own, by s1's place."""
+    tokens, _, s1 = task.sample(PLACES, torch.Generator().manual_seed(20_011))
+    rows = {}
+    for place in range(task.length - 2):
+        batch = engine.observe(tokens[s1 == place])
+        importances = {short(name): (name, g) for name, g in engine.importances(batch).items()}
+        passes = [Pass(dict(importances[site] for site in sites.split())) for sites in TOGETHER]
+        rows[place] = dict(zip(TOGETHER, engine.kl(batch, passes).tolist(), strict=True))
+    kl = pd.DataFrame(rows)
+    worst = {"mean": kl.mean(axis=1), "worst": kl.max(axis=1), "worst place": kl.idxmax(axis=1)}
+    return pd.DataFrame(worst).rename_axis("sites").reset_index()
 
 
 def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
@@ -87,7 +94,6 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     batch = engine.observe(tokens)
     worst = adversarial_recon(engine, batch, engine.importances(batch), Adversary())
     numbers: dict[str, float] = {f"adversarial recon ({Adversary().budget})": worst.kl}
-    numbers |= together(engine, batch)
     for which, chosen in (("original", None), ("decomposed", run)):
         table = attention_without_positions(model, tokens, 0, 0, s1 + 1, s1, run=chosen)
         numbers[f"m on s1, {which}"] = table.attention.mean()
@@ -102,7 +108,7 @@ def analyse(folder: Path, seed: int, sequences: int) -> dict[str, Any]:
     corrupted, m = clean.clone(), int(s1[0]) + 1
     corrupted[0, m] = (clean[0, m] + 64) % task.vocab
     metric = answer_metric(model, int(clean[0, m]), int(corrupted[0, m]))
-    tables = patch_pair(model, run, clean, corrupted, metric)
+    tables = patch_pair(model, run, clean, corrupted, metric) | {"together": together(engine, task)}
     tables["patches"] = tables["patches"][tables["patches"].effect.abs() > 1e-3]
     tables["shares"] = tables["shares"][tables["shares"].tl_effect.abs() > 0.1]
     return {"numbers": numbers, "curve": curve, "curve seconds": seconds, "kept at KL 0.01": by_site} | tables
@@ -119,11 +125,14 @@ def main(arguments: Arguments) -> None:
         for seed, result in results.items()
         for method, levels in pieces_needed(result["curve"]).items()
     }
+    by_sites = {f"seed {seed}": result["together"].set_index("sites") for seed, result in results.items()}
     shares = pd.concat([r["shares"].assign(seed=seed) for seed, r in results.items()])
     shares = shares.assign(site=shares.site.map(short)).set_index(["seed", "site", "position", "k"])
     parts = [
         f"Runs of the preset {arguments.preset}; {arguments.sequences} held-out sequences, scored at the last token.",
         markdown(pd.DataFrame({f"seed {seed}": result["numbers"] for seed, result in results.items()})),
+        f"KL (nats) with these sites at m = g, the rest the model's own; mean over s1's places, the worst ({PLACES} sequences)",
+        markdown(pd.concat(by_sites, axis=1)),
         "Fewest rank-1 pieces whose KL is at most so many nats. Kept at every token: svd (greedy), spd (by mean importance),"
         " random. Kept where their importances say so: spd_masked (by mean importance), spd_greedy (as svd: every round the one"
         " whose removal costs least)",
