@@ -42,8 +42,12 @@ def test_every_python_block_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert not any(point.fwd_hooks for point in model.hook_points())
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_every_file_that_is_named_is_there(page: str) -> None:
     root = Path(__file__).parent.parent
-    named = re.findall(r"`((?:benchmarks|tests|tl_spd)/[\w./]+|[A-Z]+\.(?:md|cff))`", README)
-    assert named
+    text = (root / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:benchmarks|tests|tl_spd)/[\w./-]+|[A-Z]+\.(?:md|cff))`", text)
+    named += [f"benchmarks/results/{name}" for name in re.findall(r"`([a-z][\w-]+\.md)`", text)]
+    named += [f"{Path(page).parent}/{name}" for name in re.findall(r"\]\(([\w/]+\.md)\)", text)]
+    assert len(named) > 10
     assert [name for name in named if not (root / name).exists()] == []
