@@ -3,7 +3,7 @@
 # make tutorials  the notebooks of tutorials/ in their quick form, in an empty folder
 # make notebooks  the notebooks in full, outputs stored in them (half an hour)
 # make check      formatting, lint, types; changes nothing
-# make docs       the API reference, glossary and errors page in docs/_build/html; a warning is an error, no network is needed
+# make docs       the API reference, glossary, results and errors pages in docs/_build/html; a warning is an error, no network is needed
 # make nightly    the slow tests
 # make versions   the test suite on the oldest and the newest versions allowed (two more environments, several GB)
 # make clean      remove the environment, caches and build leftovers; runs/ stays

@@ -6,7 +6,7 @@
 3. On held-out sequences: active subcomponents by position (s1, m, s2, all others), unique subcomponents, and metrics with the
    KL of attention patterns; beside the paper's table the deterministic layerwise reconstruction of every site.
 
-Presets: ``quick`` (6 to 10 minutes on two cores), ``cpu`` (18 to 30; a target that trained three times as long and is sharper,
+Presets: ``quick`` (6 to 10 minutes on two cores), ``cpu`` (20 to 32; a target that trained three times as long and is sharper,
 and three times the steps), ``paper`` (the paper's own losses, batch and steps; for a GPU). ``quick`` and ``cpu`` end with the
 paper's losses and importances, but for the last three of these:
 
@@ -20,15 +20,15 @@ paper's losses and importances, but for the last three of these:
 - ReconLayerwise: without it the sites of layer 0 agree privately on another circuit, and Q0 or K0 alone at exactly ``m = g`` is
   off by several nats.
 - ReconPartial, a subset of sites for every sequence: without it Q0 and K0 together at ``m = g`` are off by 5 to 23 nats,
-  while every site alone and all six together are exact (the importances of V0 and K1 know where m is).
+  while every site alone and all six together are exact (K1's importances know where m is).
 - StochasticReconLayerwise counts as a sum over the six sites, not as a mean, and draws four masks: with few subcomponents on,
   about one sequence in a hundred goes wrong under the masks of Q0 or K0, which a mean hardly shows.
 
-``cpu-even-start`` (15 to 18 minutes) is ``quick``'s target and the paper's losses with ReconLayerwise for 10,000 steps, without
-all that is said of the start, ``cpu-paper-losses`` is that without ReconLayerwise. ``cpu-rank-2`` is
-``cpu-even-start`` on a target whose layer 0 may use two dimensions of its head and that trains three times as long, to show where
-the number of Q0's and K0's subcomponents comes from: the heads of the other targets need six to eight. Importances start around
-0 (from 1 the same number of steps leaves more on), and the learning rate is 3e-3, in all but ``paper``.
+``cpu-even-start`` (13 to 18 minutes) is ``quick``'s target, the paper's losses and ReconLayerwise for 10,000 steps from singular
+vectors, with none of the others; ``cpu-paper-losses`` is that without ReconLayerwise. ``cpu-rank-2`` is ``cpu-even-start`` on a
+target whose layer 0 may use two dimensions of its head and that trains three times as long, to show where the number of Q0's and
+K0's subcomponents comes from: the heads of the other targets need six to eight. Importances start around 0 (from 1 the same
+number of steps leaves more on) in all, and the learning rate is 3e-3 in all but ``paper``.
 """
 
 from __future__ import annotations
