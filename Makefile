@@ -38,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	@echo "Decomposing the induction model: 6 to 10 minutes on two cores"
+	@echo "Decomposing the induction model: 5 to 10 minutes on two cores"
 	@$(BIN)/tl-spd induction --preset quick --out $(OUT) $(ARGS)
 	@echo "Results are in $(OUT):"
 	@ls $(OUT)

@@ -6,7 +6,7 @@
 3. On held-out sequences: active subcomponents by position (s1, m, s2, all others), unique subcomponents, and metrics with the
    KL of attention patterns; beside the paper's table the deterministic layerwise reconstruction of every site.
 
-Presets: ``quick`` (6 to 10 minutes on two cores), ``cpu`` (20 to 32; a target that trained three times as long and is sharper,
+Presets: ``quick`` (5 to 10 minutes on two cores), ``cpu`` (20 to 32; a target that trained three times as long and is sharper,
 and three times the steps), ``paper`` (the paper's own losses, batch and steps; for a GPU). ``quick`` and ``cpu`` end with the
 paper's losses and importances, but for the last three of these:
 
