@@ -21,6 +21,7 @@ import pytest
 
 import tl_spd
 from tl_spd import views
+from tl_spd.experiments.induction import InductionSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
@@ -263,6 +264,22 @@ def test_every_rule_can_fail() -> None:
 def test_every_notebook_keeps_the_rule(rule: Rule, path: Path) -> None:
     problems = rule(read(path))
     assert not problems, "\n" + "\n".join(problems)
+
+
+def test_the_first_notebook_trains_the_preset_that_the_second_falls_back_to() -> None:
+    """Its call of ``decompose``, read off its source and recorded, beside the preset's own arguments."""
+    first = "\n".join(source(cell) for cell in code_cells(read(NOTEBOOKS[0])))
+    nodes = list(ast.walk(ast.parse(first)))
+    sizes = next(node for node in nodes if isinstance(node, ast.Assign) and "TARGET_STEPS" in ast.unparse(node.targets))
+    call = next(node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "spd.decompose")
+    known: dict[str, Any] = {"spd": tl_spd, "QUICK": False}
+    exec(ast.unparse(sizes), known)
+    told = {word.arg: eval(ast.unparse(word.value), known) for word in call.keywords}
+    preset = InductionSettings.preset("quick")
+    assert told.pop("progress") is False
+    assert told | {"losses": tuple(told["losses"]), "sites": (told["sites"],)} == preset.training()
+    assert f"task.sample({preset.batch_size}, generator)" in ast.unparse(call.args[1])
+    assert known["TARGET_STEPS"] == preset.target.steps
 
 
 # --- execution ---------------------------------------------------------------------------------------------------------
