@@ -127,6 +127,9 @@ class TargetSettings:
     scores, so without them m may find s1 only because all other keys score far below 0, and then every one of
     those keys matters. With them the key that is sought must score well above 0.
 
+    `eps` is Adam's. Far smaller, gradients that have all but vanished still make whole steps, and layer 1 may
+    grow so sure of m that a decomposition gets no gradient where it errs.
+
     `qk_rank` is how many of the 16 dimensions of layer 0's head its queries and keys use. The others start at zero
     in W_Q and in W_K, where no gradient ever reaches them.
     """
@@ -138,7 +141,7 @@ class TargetSettings:
     warmup_steps: int = 200
     decay_fraction: float = 0.3
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-12
+    eps: float = 1e-8
     decay_from: int = 2_500
     decay_ramp: int = 2_000
     embed_std: float = 0.3
