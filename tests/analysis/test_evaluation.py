@@ -54,6 +54,23 @@ def test_stochastic_numbers_depend_on_the_seed_alone() -> None:
     assert changed == {"stochastic", "stochastic_layerwise"}
 
 
+def test_stochastic_numbers_are_means_of_draws_made_one_after_the_other() -> None:
+    model, tokens = tiny_host("gpt2"), tiny_tokens()
+    run = tiny_run(model, "blocks.*.mlp.*")
+    run.requires_grad_(False)
+    table = evaluate(model, run, tokens, samples=3, seed=4, adversary=None).set_index(["metric", "site"]).value
+    g, generator = run.importances(model, tokens), torch.Generator().manual_seed(4)
+
+    def draw(name: str) -> Tensor:
+        return g[name] + (1 - g[name]) * torch.rand(g[name].shape, generator=generator, dtype=g[name].dtype)
+
+    joint = [one_kl(model, run, tokens, {name: draw(name) for name in g}, False) for _ in range(3)]
+    assert table["stochastic", "all"] == pytest.approx(sum(joint) / 3, rel=1e-9)
+    alone = [{name: one_kl(model, run, tokens, {name: draw(name)}, False) for name in g} for _ in range(3)]
+    for name in g:
+        assert table["stochastic_layerwise", name] == pytest.approx(sum(kl[name] for kl in alone) / 3, rel=1e-9)
+
+
 def test_the_adversarial_row_names_its_budget_and_is_the_worst_number() -> None:
     model, tokens = tiny_host("gpt2"), tiny_tokens()
     run = tiny_run(model, "blocks.*.mlp.*")

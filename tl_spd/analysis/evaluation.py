@@ -22,7 +22,7 @@ from tl_spd.checks import check_shares, check_whole
 from tl_spd.engine import LOGIT_ELEMENTS, Batch, Engine
 from tl_spd.importance import Importances
 from tl_spd.install import decomposed
-from tl_spd.losses import StochasticRecon, StochasticReconLayerwise, faithfulness, host_weights
+from tl_spd.losses import ReconTerm, StochasticRecon, StochasticReconLayerwise, faithfulness, host_weights
 from tl_spd.masks import Pass, rounded_mask
 from tl_spd.run import Run
 from tl_spd.sites import HookedTransformer, d_vocab
@@ -50,6 +50,7 @@ def evaluate(
 
     Args:
         answers: with ``last_token_only``, the token that should follow each sequence.
+        samples: draws of the stochastic masks. Where few draws go wrong, and those badly, four say little.
         adversary: the budget of the adversarial recon; None leaves it out.
 
     Returns:
@@ -71,7 +72,8 @@ def evaluate(
         )
     check_shares("threshold", thresholds)
     check_whole(seed=seed, max_rows=max_rows)
-    stochastic, engine = StochasticRecon(samples=samples), Engine(model, run, last_token_only, max_rows)
+    StochasticRecon(samples=samples)  # refuses what is no number of draws
+    engine = Engine(model, run, last_token_only, max_rows)
     _check_answers(engine, tokens, answers)
     batch = engine.observe_checked(tokens, attention_mask)
     g = engine.importances(batch)
@@ -79,12 +81,12 @@ def evaluate(
     joint: dict[str, list[Pass]] = {
         "recon": [Pass(dict(g))],
         "unmasked": [Pass({name: torch.ones_like(value) for name, value in g.items()})],
-        "stochastic": stochastic.passes(g, generator),
     }
     for threshold in thresholds:
         joint[f"rounded@{threshold:g}"] = [Pass({name: rounded_mask(value, threshold) for name, value in g.items()})]
     rows: list[tuple[str, str, float]] = [("faithfulness", "all", faithfulness(run, host_weights(model, run)).item())]
     rows += [(metric, "all", engine.kl(batch, passes).mean().item()) for metric, passes in joint.items()]
+    rows.append(("stochastic", "all", _sampled(engine, batch, g, StochasticRecon(), samples, generator).item()))
     if adversary is not None:
         rows.append((f"adversarial@{adversary.budget}", "all", adversarial_recon(engine, batch, g, adversary).kl))
     rows += _layerwise(engine, batch, g, samples, generator) + _ce_difference(engine, batch, g, answers)
@@ -117,14 +119,21 @@ def _check_answers(engine: Engine, tokens: Tensor, answers: Tensor | None) -> No
         )
 
 
+def _sampled(
+    engine: Engine, batch: Batch, g: Importances, term: ReconTerm, samples: int, generator: torch.Generator
+) -> Float[Tensor, "pass"]:
+    """KL of every pass of ``term``, mean over ``samples`` draws of its masks; those of one draw are held at a time."""
+    return torch.stack([engine.kl(batch, term.passes(g, generator)) for _ in range(samples)]).mean(0)
+
+
 def _layerwise(
     engine: Engine, batch: Batch, g: Importances, samples: int, generator: torch.Generator
 ) -> list[tuple[str, str, float]]:
     """Each site alone at its importances, and masked stochastically; and the means over sites."""
     rows: list[tuple[str, str, float]] = []
     alone = engine.kl(batch, [Pass({name: value}) for name, value in g.items()])
-    sampled = engine.kl(batch, StochasticReconLayerwise(samples=samples).passes(g, generator))
-    for metric, values in (("layerwise", alone), ("stochastic_layerwise", sampled.reshape(len(g), -1).mean(1))):
+    sampled = _sampled(engine, batch, g, StochasticReconLayerwise(), samples, generator)
+    for metric, values in (("layerwise", alone), ("stochastic_layerwise", sampled)):
         rows += [(metric, name, value) for name, value in zip(g, values.tolist(), strict=True)]
         rows.append((metric, "all", values.mean().item()))
     return rows
