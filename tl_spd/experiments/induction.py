@@ -6,13 +6,13 @@
 3. On held-out sequences: active subcomponents by position (s1, m, s2, all others), unique subcomponents, and metrics with the
    KL of attention patterns; beside the paper's table the deterministic layerwise reconstruction of every site.
 
-Presets: ``quick`` (5 to 10 minutes on two cores), ``cpu`` (20 to 32; a target that trained three times as long and is sharper,
-and three times the steps), ``paper`` (the paper's own losses, batch and steps; for a GPU). ``quick`` and ``cpu`` end with the
+Presets: ``quick`` (5 to 10 minutes on two cores), ``cpu`` (19 to 32; a target that trained three times as long, and three
+times the steps), ``paper`` (the paper's own losses, batch and steps; for a GPU). ``quick`` and ``cpu`` end with the
 paper's losses and importances, but for the last three of these:
 
 - A sparse start: minimality begins fifty times as strong, and the importances' attention near each token. Else Q0 stays on nearly
   everywhere: a subcomponent that is on at all positions is not told which of them need it before it has learnt which token
-  comes before. From ten times, that is still so after 1,250 of 6,000 steps on a sharper target.
+  comes before. From ten times, that may still be so after 1,250 of 6,000 steps.
 - The leak of importances that are off begins at 1 (:class:`~tl_spd.importance.Leak`): from 0.01, Q0 stays off where it is needed.
 - Components start from singular vectors: from random ones so short a training keeps many copies of one direction.
 - Gradients are clipped to a norm of 1. Where masks break so sharp a circuit a sequence costs tens of nats; unclipped, its
