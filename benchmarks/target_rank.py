@@ -2,6 +2,7 @@
 
 1. How many directions: W_Q, W_K or both of layer 0 are cut to their largest singular values.
 2. At which positions: layer 0's queries are zeroed but at m, its keys but at s1, or both: where the paper has Q0 and K0 active.
+   And queries but at m and s2: s2's own may matter to the query that it makes in layer 1.
 
 KL of the output at s2 follows, on 1,024 held-out sequences. What the target needs, a decomposition must keep in which every site
 alone is exact at ``m = g``; one that keeps less leaves the rest of the circuit to the importance functions.
@@ -60,17 +61,24 @@ def needs(model: HookedTransformer, task: InductionTask) -> list[dict[str, Any]]
             rows.append(row(which, rank, model(tokens)))
             for name in names:
                 getattr(attn, name).data = own[name]
-    query, key = (alone("blocks.0.attn.hook_" + kind, at) for kind, at in (("q", s1 + 1), ("k", s1)))
-    for which, hooks in {"Q0 at m alone": [query], "K0 at s1 alone": [key], "both alone": [query, key]}.items():
+    point, last = "blocks.0.attn.hook_", torch.full_like(s1, task.length - 1)
+    query, key, queries = alone(point + "q", s1 + 1), alone(point + "k", s1), alone(point + "q", s1 + 1, last)
+    kept = {
+        "Q0 at m alone": [query],
+        "K0 at s1 alone": [key],
+        "both alone": [query, key],
+        "Q0 at m, s2 alone": [queries],
+    }
+    for which, hooks in kept.items():
         rows.append(row(which, 16, model.run_with_hooks(tokens, fwd_hooks=hooks)))
     return rows
 
 
-def alone(point: str, position: Tensor) -> Hook:
-    """A hook that zeroes what ``point`` shows at all positions but one of each sequence, ``[batch]``."""
+def alone(point: str, *positions: Tensor) -> Hook:
+    """A hook that zeroes what ``point`` shows at all positions but these of each sequence, ``[batch]`` each."""
 
     def kept(value: Tensor, hook: Any) -> Tensor:
-        here = torch.arange(value.shape[1]) == position[:, None]
+        here = torch.stack([torch.arange(value.shape[1]) == position[:, None] for position in positions]).any(0)
         return value * here[:, :, None, None]
 
     return point, kept
