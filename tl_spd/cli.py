@@ -59,8 +59,8 @@ class Induction:
     """Folder for the results."""
     preset: Literal["quick", "cpu", "cpu-even-start", "cpu-paper-losses", "cpu-rank-2", "paper"] = "quick"
     """quick: 5 to 10 minutes on two cores; cpu: 19 to 32; cpu-even-start: quick's target, longer, no sparse start (13 to 18);
-    cpu-paper-losses: nor ReconLayerwise (15 to 18); cpu-rank-2: as cpu-even-start, on a target whose layer 0 uses two dimensions
-    of its head (26 to 34); paper: the paper's batch and steps."""
+    cpu-paper-losses: nor ReconLayerwise (15 to 18); cpu-rank-2: as cpu, on a target whose layer 0 uses two dimensions of its
+    head; paper: the paper's batch and steps."""
     seed: int = 0
     resume: bool = False
     """Go on from where the decomposition was interrupted."""

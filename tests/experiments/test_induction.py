@@ -34,7 +34,7 @@ PRESETS = {
     "cpu": (50.0, True, "svd", 6_000, 30_000, 16),
     "cpu-even-start": (1.0, True, "svd", 10_000, 10_000, 16),
     "cpu-paper-losses": (1.0, False, "svd", 10_000, 10_000, 16),
-    "cpu-rank-2": (1.0, True, "svd", 10_000, 30_000, 2),
+    "cpu-rank-2": (50.0, True, "svd", 6_000, 30_000, 2),
     "paper": (1.0, False, "kaiming", 100_000, 30_000, 16),
 }
 
@@ -58,6 +58,9 @@ def test_presets_differ_from_the_paper_in_what_is_said(name: str) -> None:
     ratios = {term.name: term.coeff_at(0.0) / term.coeff_at(1.0) for term in settings.losses}
     assert ratios == pytest.approx(dict.fromkeys(ends, 1.0) | {"ImportanceMinimality": sparse})
     assert (settings.C, settings.task, settings.seed, settings.target.seed) == (100, InductionTask(), 3, 3)
+    faster = {key: value for key, value in settings.target.lr_factor.items() if key.startswith("blocks.")}
+    wanted = {"blocks.0.attn.W_Q": 2.0, "blocks.0.attn.W_K": 2.0} if settings.target.qk_rank == 2 else {}
+    assert faster == wanted
 
 
 def test_an_unknown_preset_is_refused() -> None:
