@@ -56,10 +56,9 @@ def evaluate(
     Returns:
         One row per number: ``metric, site, value``; ``site`` is ``"all"`` for joint numbers. KL in nats. ``recon``: all sites
         at ``m = g``; ``unmasked``: at ones; ``rounded@t``: at ``1[g > t]``; ``stochastic``: mean over ``samples``;
-        ``adversarial@budget``: at the worst masks found (see :mod:`tl_spd.analysis.adversarial`); ``layerwise``: that site
-        alone at ``m = g``; ``stochastic_layerwise``; ``ce_difference``: mean cross-entropy (nats) at ``m = g`` minus the
-        host's, to the next real token at all positions, or to ``answers`` (left out without them); ``L0``: mean active per
-        token.
+        ``adversarial@budget``: at the worst masks found (:mod:`tl_spd.analysis.adversarial`); ``layerwise``: that site alone at
+        ``m = g``; ``stochastic_layerwise``; ``ce_difference``: mean cross-entropy (nats) at ``m = g`` minus the host's, to the
+        next real token at all positions, or to ``answers`` (left out without them); ``L0``: mean active per token.
 
     Raises:
         ValueError, TypeError: ``answers`` without ``last_token_only`` or that are no tokens, thresholds outside [0, 1], tokens
