@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 import pytest
 import torch
@@ -11,7 +13,9 @@ from tests.tiny import tiny_host, tiny_padding, tiny_run, tiny_tokens
 from tl_spd.analysis import evaluation
 from tl_spd.analysis.adversarial import Adversary
 from tl_spd.analysis.evaluation import evaluate
+from tl_spd.engine import Batch, Engine
 from tl_spd.install import decomposed
+from tl_spd.masks import Pass
 from tl_spd.run import Run
 
 
@@ -69,6 +73,19 @@ def test_stochastic_numbers_are_means_of_draws_made_one_after_the_other() -> Non
     alone = [{name: one_kl(model, run, tokens, {name: draw(name)}, False) for name in g} for _ in range(3)]
     for name in g:
         assert table["stochastic_layerwise", name] == pytest.approx(sum(kl[name] for kl in alone) / 3, rel=1e-9)
+
+
+def test_more_draws_hold_no_more_masks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = tiny_host("gpt2"), tiny_tokens()
+    run, together, kl = tiny_run(model, "blocks.*.mlp.*"), [], Engine.kl
+
+    def recorded(self: Engine, batch: Batch, passes: Sequence[Pass]) -> Tensor:
+        together.append(len(passes))
+        return kl(self, batch, passes)
+
+    monkeypatch.setattr(Engine, "kl", recorded)
+    evaluate(model, run, tokens, samples=9, adversary=None)
+    assert max(together) == len(run.sites)
 
 
 def test_the_adversarial_row_names_its_budget_and_is_the_worst_number() -> None:
